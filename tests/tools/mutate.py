@@ -38,6 +38,7 @@ PAPERS = "tests/methods/test_snapkv.py::test_one_query_head_per_kv_head_equals_t
 CHUNKS = "tests/methods/test_snapkv.py::test_ragged_chunks_and_turns_keep_equal_tokens"
 REMAINING = "ops/rest/_remaining.py"
 DEFINITION = "tests/methods/test_estimate_rest.py::test_step_equals_definition_from_raw_keys_and_values"
+SUMS, ROW_SUMS = "ops/rest/group_sums.py", "tests/ops/rest/test_row_sums.py"
 APPENDED = "tests/ops/rest/test_append_sums.py::test_sums_equal_means_of_raw_keys_and_values"
 OMNI, STAMPS = "torchsparsekv/_methods/omnikv.py", "ops/raas/stamp_pages.py"
 HEAVY = "tests/methods/test_h2o.py::test_one_query_head_per_kv_head_equals_the_authors_code"
@@ -364,6 +365,13 @@ MUTATIONS = (
              "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "tl.cdiv(first, GROUP)", APPENDED),
     Mutation("a program of append adds up what another one did", "ops/store/append.py",
              "tl.where(part == 0, old // GROUP, tl.cdiv(first, GROUP))", "first // GROUP", APPENDED),
+    Mutation("rows of one group are not added up", SUMS, 'tl.dot(same, tokens.to(tl.float32), input_precision="ieee")',
+             "tokens.to(tl.float32)", ROW_SUMS),
+    Mutation("all programs add the first columns of a row", SUMS,
+             "tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]", "tl.arange(0, COLUMNS)[None, :]", ROW_SUMS),
+    Mutation("rows are added where no token leaves", SUMS,
+             "(tl.load(length + b) > 0) & (tl.load(previous_ring_begin + b) < tl.load(ring_begin + b)):\n        i, c",
+             "(tl.load(length + b) > 0):\n        i, c", ROW_SUMS),
     # ---- retroinfer
     Mutation("retroinfer: the first new unit gets no mean", "ops/retroinfer/unit_means.py",
              "if old <= begin < end:", "if old < begin < end:", ESTIMATED + "[reference]"),
