@@ -18,6 +18,7 @@ from torchsparsekv_benchmarks.report.markdown import (
     times,
 )
 from torchsparsekv_benchmarks.report.style import tokens
+from torchsparsekv_benchmarks.report.tables_quality import shown
 from torchsparsekv_benchmarks.report.tables_speed import FILES, LONG, LONGEST, RUNS, SMALL_BUDGET, keyed, steps
 
 THROUGHPUT = ("32k", "32k_int8", "128k", "128k_int8", "pariskv_int8")
@@ -94,28 +95,30 @@ def first_call(*results: Result) -> str:
     return markdown(said, ["method", "kernel caches", "first call, s", "second call, s", "ms a token"], rows)
 
 
-@table("generate", "h200_generate.json")
-def generate(r: Result) -> str:
+@table("generate", "h200_generate.json", "h200_generate_24.json")
+def generate(*results: Result) -> str:
     """A real model through the stock generate()."""
-    o = r.options
+    o, runs = results[0].options, [x for r in results for x in r.rows]
+    counts = sorted({x["rows"] for x in runs})
     names = {"stock": "without a patch, dynamic cache", "full": "dense, ours"}
     told = []
-    for name, place in dict.fromkeys((x["method"], x["place"]) for x in r.rows):
-        by = {x["rows"]: x for x in r.rows if (x["method"], x["place"]) == (name, place)}
+    for name, place in dict.fromkeys((x["method"], x["place"]) for x in runs):
+        by = {x["rows"]: x for x in runs if (x["method"], x["place"]) == (name, place)}
+        each = [by.get(n, {}) for n in counts]
         told.append([
             names.get(name, f"`{name}`"), {"device": "GPU", "host": "host"}.get(place, "GPU"),
-            *(number(by[n]["step_ms"]) for n in o["rows"]), *(number(by[n].get("busy_ms")) for n in o["rows"]),
-            number(by[max(by)]["tokens_per_s"], 0), number(by[max(by)].get("hit_rate")),
+            *(number(x.get("step_ms")) for x in each), *(number(x.get("busy_ms")) for x in each),
+            number(each[-1]["tokens_per_s"], 0), number(each[-1].get("hit_rate")),
         ])  # fmt: skip
     said = (
-        f"{gpu(r)}, Qwen2.5-Coder-1.5B in bf16, stock `generate()` of {o['tokens']} tokens after {o['context']} tokens "
-        f"of source code, budget {o['budget']}, hot buffer `\"auto\"`. Columns {o['rows'][0]} and {o['rows'][-1]}: "
+        f"{gpu(*results)}, Qwen2.5-Coder-1.5B in bf16, stock `generate()` of {o['tokens']} tokens after {o['context']} "
+        f"tokens of source code, budget {o['budget']}, hot buffer `\"auto\"`. Columns {', '.join(map(str, counts))}: "
         "prompts at a time. GPU ms a step: the time of a step in which at least one kernel or copy ran, from a profile "
         "of steps after the timed ones."
     )
-    one, many = o["rows"]
-    head = ["method", "pool", f"ms a step, {one}", f"{many}", f"GPU ms a step, {one}", f"{many}",
-            f"tokens/s, {many}", f"hits, {many}"]  # fmt: skip
+    one, *more = map(str, counts)
+    head = ["method", "pool", f"ms a step, {one}", *more, f"GPU ms a step, {one}", *more, f"tokens/s, {more[-1]}",
+            f"hits, {more[-1]}"]  # fmt: skip
     return markdown(said, head, told)
 
 
@@ -239,7 +242,7 @@ def _served_method(row: dict, options: dict, usual: dict) -> str:
 
 
 SERVED = {"dense": "quality/served_32k_dense.json", "pariskv": "quality/served_32k.json",
-          "quest": "quality/served_32k_quest.json"}  # fmt: skip
+          "pariskv + rest": "quality/served_32k_rest.json", "quest": "quality/served_32k_quest.json"}  # fmt: skip
 
 
 @table("served", "quality/patched_32k.json", *SERVED.values())
@@ -250,12 +253,13 @@ def served(patched: Means, *results: Result) -> str:
         f"{gpu(*results)}, Qwen2.5-Coder-1.5B, prompts of {tokens(o['lengths'][0])}, budget 1024, all layers sparse, "
         f"mean score of {o['samples']} samples, or of as many as the brackets say. Served: by `vllm serve` (0.26, "
         f"native code; `kv=device`, dense: FlashAttention), {o['requests']} requests at a time. `eval`: with `patch`, "
-        "without the rest."
+        "without the rest. + rest: in eager steps, blocks of 64 tokens."
     )
     runs: dict[tuple[str, str], list[dict]] = {}
     for x in patched.rows:
         runs.setdefault((x["task"], x["method"]), []).append(x)
     by = {key: of[0] | {"score": statistics.fmean(x["score"] for x in of)} for key, of in runs.items()}
+    tried = {x["method"] for x in patched.rows}
     rows = []
     for task in o["tasks"]:
         told = []
@@ -263,7 +267,8 @@ def served(patched: Means, *results: Result) -> str:
             x = by.get((task, method), {})
             some = f" ({x['samples']})" if x.get("samples", o["samples"]) != o["samples"] else ""
             scores = statistics.fmean(y["score"] for y in r.rows if y["task"] == task)
-            told += [number(x.get("score")) + some, number(scores)]
+            told += [number(x.get("score")) + some] * (method in tried) + [number(scores)]
         rows.append([task, *told])
-    names = ("dense", *(f"`{m}`" for m in list(SERVED)[1:]))
-    return markdown(said, ["task", *(f"{n}, {how}" for n in names for how in ("`eval`", "served"))], rows)
+    names = {m: "dense" if m == "dense" else shown(m) for m in SERVED}
+    head = [f"{names[m]}, {how}" for m in SERVED for how in (["`eval`", "served"] if m in tried else ["served"])]
+    return markdown(said, ["task", *head], rows)

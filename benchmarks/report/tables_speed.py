@@ -76,14 +76,23 @@ def keyed(results: tuple[Result, ...]) -> dict[str, Result]:
 # ---------------------------------------------------------------- time per token
 
 
-@table("speed-by-context", *FILES)
-def speed_by_context(*results: Result) -> str:
+RESIDENT = "h200_decode_auto_512k.json"
+
+
+@table("speed-by-context", RESIDENT, *FILES)
+def speed_by_context(resident: Result, *results: Result) -> str:
     files = keyed(results)
     rows = [x for f in RUNS["quest"] for x in files[f].rows if x["method"] in DENSE and x["context"] >= SHORT]
     rows += [x for method in RUNS for x in steps(method, files)]
     rows.sort(key=lambda x: (x["context"], x["method"] not in DENSE, x["tpot_ms"]))
     told = [[tokens(x["context"]), named(x), *cells(x)] for x in rows]
-    return markdown(f"{about(rows, *results)} {RATIOS}", ["context", "method", *COLUMNS], told)
+    names = {"quest": "`quest`, `auto`", "pariskv": "`pariskv` + rest, budget 1024, `auto`"}
+    told += [[tokens(x["context"]), names[x["method"]], *cells(x)] for x in resident.rows if x["method"] in names]
+    said = (
+        f"{about(rows, *results)} {RATIOS} `auto`: the cache takes up to half of the free GPU memory. In other "
+        "rows, hot buffers hold two budgets, or all blocks that can be selected (`snapkv`, `h2o`, `raas`)."
+    )
+    return markdown(said, ["context", "method", *COLUMNS], told)
 
 
 def _of_method(method: str) -> None:
@@ -100,15 +109,17 @@ for _method in RUNS:
 
 REPLAYED = ("h200_decode_trace_1024.json", "h200_decode_trace_more.json")
 REST_DEFAULT = "h200_decode_trace_rest_default.json"  # after the rest had become a default
+NEWEST = "h200_decode_trace_icecache.json"  # after its pages were ranked by a list
 TRACED = (
-    REST_DEFAULT, "h200_decode_trace_no_rest.json", "h200_decode_trace_tokens_rest.json", *REPLAYED,
+    NEWEST, "h200_decode_trace_256.json", REST_DEFAULT, "h200_decode_trace_no_rest.json",
+    "h200_decode_trace_tokens_rest.json", *REPLAYED,
     "h200_decode_trace_pagemean.json", "h200_decode_trace_codes.json", "h200_decode_trace_retroinfer.json",
     "h200_decode_trace_prkv_5.json", "h200_decode_trace_quest.json", "h200_decode_trace_prkv.json",
     "h200_decode_trace_tokens.json",
 )  # fmt: skip
 FIVE_PERCENT = "hot_budgets=6"  # of 128K tokens, at a budget of 1024
 BUFFERS = {"": "auto", FIVE_PERCENT: "5 %", "hot_budgets=25": "5 %"}  # the last one at a budget of 256
-WITH_REST, WITHOUT = "estimate_rest=True", ", estimate_rest=False"
+WITH_REST, WITHOUT = "estimate_rest=True", "estimate_rest=False"
 LAYERS = {"llama-3.1-8b": 32}
 
 
@@ -121,7 +132,8 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
             hyper, acts = x.get("hyper") or "", r.options.get("acts", {}).get(x["method"], {})
             rest = acts.get("estimate_rest") and not hyper.endswith(WITHOUT)
             name = f"`{x['method']}`" + (" + rest" if rest else "")
-            rows.setdefault((name, str(r.options["budget"]), BUFFERS[hyper.removesuffix(WITHOUT)]), x)
+            buffer = BUFFERS[hyper.removesuffix(WITHOUT).removesuffix(", ")]
+            rows.setdefault((name, str(r.options["budget"]), buffer), x)
     found = sorted(rows.items(), key=lambda x: (-int(x[0][1]), x[0][2] != "auto", x[1]["tpot_ms"]))
     return [([*names], x) for names, x in found]
 
