@@ -3,9 +3,9 @@
 //
 // Why not Triton: a query head sees tokens in few pages, and these pages lie side by side. A program that worked
 // through a fixed part of the pages would often have many of them. Here the threads of a program first find the pages
-// that may be seen, from the nodes in the span of each page. Then the warps share out these pages, TILE tokens at a time.
-// Codes are unpacked in the registers that the tensor cores read. A page whose tokens are all nodes needs no codes,
-// because the products with nodes are known.
+// that may be seen, from the nodes in the span of each page; a page with a WIDE span is listed without a check. Then the
+// warps share out these pages, TILE tokens at a time. Codes are unpacked in the registers that the tensor cores read. A page
+// whose tokens are all nodes needs no codes, because the products with nodes are known.
 //
 // Compile-time constants: D channels (a multiple of 64), G query heads, P tokens of a page, BF16 queries, CHANNELS that
 // share a scale, GROUP pages that share a peak, WARPS of a program, RESIDENT programs of a multiprocessor, and the spans of
@@ -109,7 +109,7 @@ struct Pool {
   __device__ int tiles(bool nodes_only) const { return (count[nodes_only] + PAGES - 1) / PAGES; }
 };
 
-// The page with token `i` of a tile. The last tile may have fewer pages: then `there` is false, and the page is the last.
+// The page with token `i` of a tile. For tokens beyond the last listed page `there` is false, and the page is the last one.
 struct Place {
   int page;
   bool there;

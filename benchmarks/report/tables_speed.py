@@ -89,7 +89,8 @@ def speed_by_context(resident: Result, *results: Result) -> str:
     names = {"quest": "`quest`, `auto`", "pariskv": "`pariskv` + rest, budget 1024, `auto`"}
     told += [[tokens(x["context"]), names[x["method"]], *cells(x)] for x in resident.rows if x["method"] in names]
     said = (
-        f"{about(rows, *results)} {RATIOS} `auto`: the cache takes up to half of the free GPU memory. In other "
+        f"{about(rows, *results)} {RATIOS} `auto`: the cache takes up to half of the free GPU memory, and hits are "
+        f"{hits(resident.rows)}. In other "
         "rows, hot buffers hold two budgets, or all blocks that can be selected (`snapkv`, `h2o`, `raas`)."
     )
     return markdown(said, ["context", "method", *COLUMNS], told)

@@ -44,7 +44,7 @@ from torchsparsekv.ops.store.views import I32, Leaving, Lengths, NewKeys
 InsertedRows = Annotated[Tensor, Of("batch heads interval", I32)]
 Order = Annotated[Tensor, Of("batch heads tokens", I32)]
 TILE = 32  # tokens of a group that a program adds at once
-COLUMNS = 64  # of all leaving tokens that a program adds, where a method chooses the rows
+COLUMNS = 64  # that a program adds, of all leaving tokens, if a method chooses the rows
 
 
 def check(leaving, v, rest, lengths, order=None, join=True, rows=None) -> None:
