@@ -235,7 +235,7 @@ struct Rest {
     if (g >= groups) return 0;
     if (!BY_FILL) return max(min((g + 1) * GROUP, end) - max(g * GROUP, sink), 0);
     int tokens = 0;
-    for (int i = 0; i < BLOCKS; i++)  // unrolled: all loads are in flight together
+    for (int i = 0; i < BLOCKS; i++)  // a constant number, so that the loads are in flight together
       if (g * BLOCKS + i < blocks) tokens += __ldcg(fill + g * BLOCKS + i);
     return tokens;
   }

@@ -90,8 +90,8 @@ def speed_by_context(resident: Result, *results: Result) -> str:
     told += [[tokens(x["context"]), names[x["method"]], *cells(x)] for x in resident.rows if x["method"] in names]
     said = (
         f"{about(rows, *results)} {RATIOS} `auto`: the cache takes up to half of the free GPU memory, and hits are "
-        f"{hits(resident.rows)}. In other "
-        "rows, hot buffers hold two budgets, or all blocks that can be selected (`snapkv`, `h2o`, `raas`)."
+        f"{hits(resident.rows)}. In other rows, hot buffers hold two budgets, or all blocks that can be selected "
+        "(`snapkv`, `h2o`, `raas`)."
     )
     return markdown(said, ["context", "method", *COLUMNS], told)
 
@@ -110,7 +110,7 @@ for _method in RUNS:
 
 REPLAYED = ("h200_decode_trace_1024.json", "h200_decode_trace_more.json")
 REST_DEFAULT = "h200_decode_trace_rest_default.json"  # after the rest had become a default
-NEWEST = "h200_decode_trace_icecache.json"  # after its pages were ranked by a list
+NEWEST = "h200_decode_trace_icecache.json"  # after icecache ranked its pages by a list
 TRACED = (
     NEWEST, "h200_decode_trace_256.json", REST_DEFAULT, "h200_decode_trace_no_rest.json",
     "h200_decode_trace_tokens_rest.json", *REPLAYED,
