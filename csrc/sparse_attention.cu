@@ -28,43 +28,18 @@
 // read ahead of `wait_for_previous`; whether the blocks are NAMED: `ids` has the numbers of the blocks in `slots`, and may
 // be read ahead too.
 
+#include "attend.cuh"
 #include "cluster.cuh"
 #include "common.cuh"
 #include "store.cuh"
 #include "tensor.cuh"
 
-constexpr int TILE = 16, HEADS = 8;  // tokens and query heads of a product
-constexpr int THREADS = 32 * WARPS;
 constexpr int OF_KEY = D / 32, OF_VALUE = D / 64;  // 8-channel loads of a thread for one token
-constexpr int PAIRS = 4 * OF_VALUE;  // pairs of channels that a thread adds up, for two query heads
-constexpr int STRIDE = D + 4;  // between query heads in shared memory: the threads of a warp use all banks
 constexpr int SLICE = G * D / CLUSTER;  // numbers of the output for each program of the cluster
 static_assert(D % 64 == 0 && G <= HEADS && 32 % CLUSTER == 0 && CLUSTER <= WARPS && GROUP % P == 0);
 static_assert(!LISTED || FILLED && !NAMED);
 
-// The softmax of a warp so far. Thread 4 g + t has the largest logit of query head g, a part of the total, and the sums of
-// its channels for heads 2 t and 2 t + 1.
-struct State {
-  float top, total, sum[PAIRS][4];
-};
-
 struct End { float top, total; };
-
-// The numbers of query heads 2 t and 2 t + 1; thread 4 g + t has the number of head g.
-__device__ float2 of_columns(float x) {
-  const int t = threadIdx.x % 4;
-  return {__shfl_sync(ALL, x, 8 * t), __shfl_sync(ALL, x, 8 * t + 4)};
-}
-
-// exp(x - peak); 0 if x is -inf, even if `peak` is -inf too.
-__device__ float share(float x, float peak) { return x == none() ? 0 : __expf(x - peak); }
-
-__device__ void scale_by(State& s, float factor) {
-  const float2 f = of_columns(factor);
-  s.total *= factor;
-  for (int j = 0; j < PAIRS; j++)
-    for (int c = 0; c < 4; c++) s.sum[j][c] *= c % 2 ? f.y : f.x;
-}
 
 // Add the values of a tile, weighted by `p`.
 template <bool BRAIN>
@@ -85,9 +60,6 @@ using Row = const char*;
 __device__ Row of_tile(Row row, int i) {
   return reinterpret_cast<Row>(__shfl_sync(ALL, reinterpret_cast<unsigned long long>(row), i));
 }
-
-// The row (of 16) of a thread's r-th number.
-__device__ int column(int r) { return 2 * (threadIdx.x % 4) + r % 2 + r / 2 * 8; }
 
 __device__ void load_values(Words (&value)[4][OF_VALUE], Row row) {
   const int g = threadIdx.x % 32 / 4;
@@ -120,19 +92,6 @@ __device__ void products(float (&z)[2][4], Query query, const Words (&key)[2][OF
       for (int r = 0; r < 2; r++)
         multiply_add<BRAIN>(z[r], x.at[half].at, key[r][i].at[2 * half], key[r][i].at[2 * half + 1]);
   }
-}
-
-__device__ float capped(float logit, float softcap) {
-  if (softcap > 0)  // tanh; rounded alike wherever it is inlined
-    logit = __fsub_rn(softcap, __fdividef(2 * softcap, 1 + __expf(__fdividef(2 * logit, softcap))));
-  return logit;
-}
-
-// The largest number of a query head over 16 rows.
-__device__ float over_columns(const float (&x)[4]) {
-  float peak = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-  peak = fmaxf(peak, __shfl_xor_sync(ALL, peak, 1));
-  return fmaxf(peak, __shfl_xor_sync(ALL, peak, 2));
 }
 
 // Attend to 16 tokens.
@@ -456,31 +415,14 @@ struct Found {
 constexpr int NUMBERS = CLUSTER * (SLICE + 2 * G);  // numbers that a program receives
 
 // Add up over the warps of a program, and send the sums to the other programs. Channels keep the order of the products.
-__device__ void add_warps(Found& found, int rank, State& s, float* parts) {
-  __shared__ float tops[WARPS][HEADS], totals[WARPS][HEADS];
-  const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  if (t == 0) tops[warp][g] = s.top;
-  __syncthreads();
-  float top = none();
-  for (int w = 0; w < WARPS; w++) top = fmaxf(top, tops[w][g]);
-  scale_by(s, share(s.top, top));
-  s.total += __shfl_xor_sync(ALL, s.total, 1), s.total += __shfl_xor_sync(ALL, s.total, 2);
-  if (t == 0) totals[warp][g] = s.total;
-  for (int j = 0; j < PAIRS; j++)
-    for (int c = 0; c < 4; c++)
-      if (2 * t + c % 2 < G) parts[(warp * G + 2 * t + c % 2) * STRIDE + (2 * j + c / 2) * 8 + g] = s.sum[j][c];
-  __syncthreads();
-  for (int i = threadIdx.x; i < G * D; i += THREADS) {
-    float sum = 0;
-    for (int w = 0; w < WARPS; w++) sum += parts[(w * G + i / D) * STRIDE + i % D];
-    found.bell.send(i / SLICE, &found.sum[rank][i % SLICE], __float_as_uint(sum));
-  }
-  if (warp < CLUSTER && t == 0 && g < G) {
-    float total = 0;
-    for (int w = 0; w < WARPS; w++) total += totals[w][g];
-    found.bell.send(warp, &found.end[rank][g].top, __float_as_uint(top));
-    found.bell.send(warp, &found.end[rank][g].total, __float_as_uint(total));
-  }
+__device__ void send_warps(Found& found, int rank, State& s, float* parts) {
+  join_warps(
+      s, parts, [&](int i, float sum) { found.bell.send(i / SLICE, &found.sum[rank][i % SLICE], __float_as_uint(sum)); },
+      [&](int head, float top, float total) {
+        if (warp() >= CLUSTER) return;
+        found.bell.send(warp(), &found.end[rank][head].top, __float_as_uint(top));
+        found.bell.send(warp(), &found.end[rank][head].total, __float_as_uint(total));
+      });
 }
 
 // Add up a program's slice over the programs that sent it, with one thread for each sender of a number.
@@ -490,7 +432,6 @@ __device__ void add_programs(
   found.bell.receive();
   for (int i = threadIdx.x / CLUSTER; i < SLICE; i += THREADS / CLUSTER) {
     const int head = (rank * SLICE + i) / D, c = (rank * SLICE + i) % D;
-    const int channel = c / 64 * 64 + c % 8 * 8 + c / 16 % 4 * 2 + c / 8 % 2;
     const End end = found.end[from][head];
     const float logit = sink_logits ? number<BF16>(sink_logits[head]) : none();
     float sum = found.sum[from][i], top = fmaxf(end.top, logit);
@@ -503,7 +444,7 @@ __device__ void add_programs(
     total += share(logit, top);
     // No token: zero. A row past its capacity: NaN, so that it cannot be mistaken for an answer.
     const float answer = broken ? __int_as_float(0x7FC00000) : total > 0 || total != total ? sum / total : sum;
-    if (from == 0) out[head * D + channel] = halves<BF16>(answer, 0);
+    if (from == 0) out[head * D + channel_of(c)] = halves<BF16>(answer, 0);
   }
 }
 
@@ -605,6 +546,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   }
 #endif
   wait();  // until all programs are ready to receive
-  add_warps(found, rank, s, parts);
+  send_warps(found, rank, s, parts);
   add_programs(found, rank, sink_logits ? sink_logits + h * G : nullptr, out + (long long)bh * G * D, tokens.end < 0);
 }

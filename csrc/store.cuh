@@ -27,6 +27,14 @@ template <int CHANNELS> __device__ inline const char* value_of(const char* row) 
 template <int CHANNELS> struct Packed {
   static constexpr int NUMBERS = CHANNELS / 8, GROUPS = (CHANNELS + 63) / 64, WORDS = NUMBERS + (GROUPS + 1) / 2;
 
+  // Row n of a head in a store with `rows` rows per head.
+  __device__ static const char* row_at(const char* store, long long head, int rows, int n) {
+    return store + (head * rows + n) * (16ll * WORDS);
+  }
+  __device__ static const char* value_of(const char* row) { return row + CHANNELS; }
+  // The scales of the groups of the key, then those of the value.
+  __device__ static const char* scales_of(const char* row) { return row + 16 * NUMBERS; }
+
   // The scale of the 16 numbers in word `at` of a row; `scales` points to the word after its numbers.
   __device__ static float scale(const uint4* scales, int at) {
     const int half = at / (NUMBERS / 2), group = at % (NUMBERS / 2) / 4;

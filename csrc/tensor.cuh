@@ -32,6 +32,13 @@ __device__ inline Words load_once(const void* from) {
   return x;
 }
 
+// 8 such bytes.
+__device__ inline uint2 load_once_8(const void* from) {
+  uint2 x;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
+  return x;
+}
+
 // Two numbers as fp16, or as bf16 with BRAIN; the first in the lower bits.
 template <bool BRAIN = false>
 __device__ inline unsigned halves(float first, float second) {
@@ -51,6 +58,19 @@ __device__ inline unsigned halves_of(unsigned bytes) {
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, high; }" : "=r"(x) : "r"(bytes));
   else
     asm("{ .reg .b16 low, high; mov.b32 {low, high}, %1; cvt.rn.f16x2.e4m3x2 %0, low; }" : "=r"(x) : "r"(bytes));
+  return x;
+}
+
+// Numbers 0 and 2 of four int8 numbers, as fp16, or as bf16 with BRAIN. The conversion is exact: the bits of a number become
+// the lower bits of a larger one, from which the excess is subtracted.
+template <bool BRAIN>
+__device__ inline unsigned numbers_0_2(unsigned four) {
+  unsigned x;
+  if (BRAIN)  // (128 + the lower 7 bits) - (128, or 256 for a negative number); fma, as sm_80 cannot add bf16
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(x) : "r"(four & 0x007F007F | 0x43004300), "r"(0x3F803F80), "r"(four & 0x00800080 | 0xC300C300));
+  else  // (1024 + the number + 128) - 1152
+    asm("add.f16x2 %0, %1, %2;" : "=r"(x) : "r"(four & 0x00FF00FF ^ 0x64806480), "r"(0xE480E480));
   return x;
 }
 

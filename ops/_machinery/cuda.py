@@ -31,8 +31,8 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 # The least compute capability of each file: 8.0 for matrix products and warp reductions, 8.9 for conversion of fp8, 9.0
 # for clusters of programs. Triton's kernels run on older devices.
 OLDEST = {
-    "best_pages": (9, 0), "bound_scores": (8, 9), "centroid_votes": (8, 0), "rank_by_votes": (8, 0), "fetch": (8, 0),
-    "page_peaks": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0),
+    "best_pages": (9, 0), "bound_scores": (8, 9), "centroid_votes": (8, 0), "dense_attention": (8, 0), "fetch": (8, 0),
+    "page_peaks": (8, 0), "rank_by_votes": (8, 0), "rerank": (8, 0), "sparse_attention": (9, 0), "top_blocks": (8, 0),
     "union_pages": (8, 0), "visit_nodes": (9, 0),
 }  # fmt: skip
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"  # beside ops/, in a checkout and in a wheel

@@ -133,12 +133,12 @@ def tile_of(q: Tensor) -> int:
 class Parts:
     """Scratch for `splits` partial results per (row, kv head), and the launch that combines them.
 
-    All heads together have about two splits per multiprocessor. A kv head has at most one split per tile.
+    splits: of a kv head, at most `tiles`. 0: so many that all heads together have about two per multiprocessor.
     """
 
-    def __init__(self, q: Tensor, heads: int, tiles: int):
+    def __init__(self, q: Tensor, heads: int, tiles: int, splits: int = 0):
         batch, q_heads, _, d = q.shape
-        splits = max(1, min(tiles, cdiv(2 * sm_count(q.device), batch * heads)))
+        splits = max(1, min(tiles, splits or cdiv(2 * sm_count(q.device), batch * heads)))
         self.group = q_heads // heads
         self.gp, self.dp = max(16, next_power_of_2(self.group)), next_power_of_2(d)
         self.splits, self.heads = splits, heads

@@ -7,18 +7,24 @@ Args:
     pool [batch, heads, rows, 2, dim], or packed.
 
 Returns: out [batch, q_heads, 1, dim]; NaN for a row with length -1.
-Launches: about two programs per multiprocessor over contiguous shares of the pool, then one that combines their parts.
+Launches: programs over contiguous shares of the pool, then one launch that combines their parts. Over a packed pool the
+programs are those of csrc/dense_attention.cu, if it takes the shapes, else of Triton.
 """
 import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery import check as _check
+from torchsparsekv.ops._machinery import cuda as _cuda
+from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
+from torchsparsekv.ops.attend import _native
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
-from torchsparsekv.ops.store.rows import as_numbers, row_at
+from torchsparsekv.ops.store.rows import PACKED, as_numbers, row_at
 from torchsparsekv.ops.store.views import Attention, Lengths, Pool, Query
+
+RESIDENT, WAVES = 2, 8  # programs on a multiprocessor, at most; rounds of programs of a large batch
 
 
 def check(q, pool, lengths, attention) -> None:
@@ -54,7 +60,46 @@ def _attend(
     store_part(parts, tops, totals, bh * splits + split, acc, top, total, GP, DP)
 
 
-def launch(q, pool, lengths, attention) -> Tensor:
+def _splits(device: torch.device, heads: int, resident: int = RESIDENT) -> int:
+    """Shares of a kv head: as many as run at once; if that is few, so many more that the last ones are a small part."""
+    at_once = resident * sm_count(device)
+    return at_once // heads if at_once // heads >= WAVES else cdiv(WAVES * at_once, heads)
+
+
+def constants(dim: int, group: int, dtype: torch.dtype) -> dict[str, int]:
+    """The constants with which csrc/dense_attention.cu is compiled."""
+    return dict(D=dim, G=group, BF16=int(dtype == torch.bfloat16), WARPS=_native.WARPS, RESIDENT=_resident(dim))
+
+
+def _resident(dim: int) -> int:
+    return RESIDENT if dim <= 128 else 1  # because of the registers
+
+
+def _fits(q, pool, lengths, attention) -> _cuda.Module | str:
+    dim, group = q.shape[3], q.shape[1] // pool.shape[1]
+    if pool.dtype is not PACKED:
+        return "the pool is not packed"
+    if dim not in _native.DIMS or group > _native.MOST_HEADS or q.dtype not in (torch.float16, torch.bfloat16):
+        return f"queries in {q.dtype}, of head_dim {dim}, {group} a kv head"
+    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, pool):
+        return "tensors are not aligned to 16 bytes"
+    return _cuda.load("dense_attention", q.device, **constants(dim, group, q.dtype))
+
+
+def _launch_cuda(kernels, q, pool, lengths, attention) -> Tensor:
+    """csrc/dense_attention.cu"""
+    (batch, heads, rows), d = pool.shape[:3], q.shape[3]
+    tiles = cdiv(rows, _native.TILE * _native.WARPS)
+    parts = Parts(q, heads, tiles, _splits(q.device, batch * heads, _resident(d)))
+    kernels.launch(
+        "attend", (batch * heads, parts.splits, 1), 32 * _native.WARPS, q, pool, lengths.length, parts.acc, parts.top,
+        parts.total, q.stride(0), q.stride(1), heads, rows, parts.gp, float(attention.scale), float(attention.softcap),
+        shared=_native.WARPS * parts.group * (d + 4) * 4,
+    )  # fmt: skip
+    return parts.combine(q, lengths.length, attention.sink_logits)
+
+
+def _launch_triton(q, pool, lengths, attention) -> Tensor:
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
     tile = tile_of(q)
     parts = Parts(q, heads, cdiv(rows, tile))
@@ -67,4 +112,7 @@ def launch(q, pool, lengths, attention) -> Tensor:
     return parts.combine(q, lengths.length, attention.sink_logits)
 
 
-dense_attention = register("dense_attention", reference, impls=(by_triton(launch),), fake=result_like, check=check)
+dense_attention = register(
+    "dense_attention", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=result_like,
+    check=check,
+)  # fmt: skip

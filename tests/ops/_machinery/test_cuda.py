@@ -28,6 +28,7 @@ BOUNDS, COLLIDE, NODES, PEAKS, RERANK, TOP_BLOCKS, UNION, BEST = (
     )
 )  # fmt: skip
 ATTENTION = importlib.import_module("torchsparsekv.ops.attend._native")
+DENSE = importlib.import_module("torchsparsekv.ops.attend.dense_attention")
 FETCH = importlib.import_module("torchsparsekv.ops.gather.fetch")
 VARIANTS = {
     "bound_scores": [
@@ -55,6 +56,10 @@ VARIANTS = {
     ] + [
         ATTENTION.constants(128, 4, p, True, warps, c, rest, rest > 0, listed=True) | {"BF16": 1}
         for p, warps, c, rest in ((16, 11, 8, 0), (1, 16, 1, 64), (1, 8, 1, 0), (16, 16, 8, 64))
+    ],
+    "dense_attention": [
+        DENSE.constants(d, g, dtype)
+        for d, g, dtype in ((64, 8, torch.float16), (128, 4, torch.bfloat16), (256, 7, torch.bfloat16))
     ],
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))
