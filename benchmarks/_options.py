@@ -4,11 +4,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from torchsparsekv.method import Method, Offload, PoolType, all_methods, hyper_parameters, make_method, renamed
 
 PoolChoice: TypeAlias = Literal["auto", PoolType]
+R = TypeVar("R", bound="Rows")
 EQUAL = ("budget", "sink", "window")  # of all methods in a comparison: options of their own
 
 
@@ -126,3 +127,22 @@ class Setup:
 
     def _method(self, name: str) -> dict[str, Any]:
         return {k: getattr(self, k) for k in EQUAL} | parse(self.hyper).get(name, {})
+
+
+@dataclass(frozen=True)
+class Rows(Setup):
+    """The rows of a table of decode steps: methods with their values, and what their steps select."""
+
+    methods: tuple[str, ...] = ("quest",)
+    also: tuple[str, ...] = option(
+        (), "Adds a row of the table for each METHOD.NAME=VALUE, comma-separated: METHOD with this value."
+    )
+    locality: float = 0.95
+    trace: str = option(
+        "", "Instead of --locality: replay the selections of a real model, from a file of `torchsparsekv record`."
+    )
+
+    def asked(self: R) -> list[tuple[str, R]]:
+        """The methods in the order of their rows, each with the options that it has there."""
+        more = [(name, dataclasses.replace(self, hyper=(*self.hyper, text))) for name, text in changes(self.also)]
+        return [*((name, self) for name in self.methods), *more]

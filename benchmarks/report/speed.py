@@ -1,5 +1,6 @@
 """Figures of `bench`: time per token, throughput, memory, and the stages of a decode step."""
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from torchsparsekv_benchmarks.report import style
 from torchsparsekv_benchmarks.report.figures import Drawn, Figure, by_model, of
@@ -14,9 +15,9 @@ NAMES = {
 # Options that make a method another line, and how they are said.
 SETUP = {
     "budget": "budget {}", "skip_layers": "{} dense layers", "locality": "locality {}", "offload": "pool in {} memory",
-    "pool_dtype": "pool in {}",
+    "pool_dtype": "pool in {}", "trace": "replay of {}",
 }  # fmt: skip
-BEFORE = {"pool_dtype": "auto"}  # what acted in files that are older than an option
+BEFORE = {"pool_dtype": "auto", "trace": ""}  # what acted in files that are older than an option
 SAID = {"auto": "the model's type"}
 FLOOR = 256
 DEFAULT_BUDGET = "Budget: the methods' defaults, tokens per kv head and step beside sink and window."
@@ -159,12 +160,14 @@ def lines(sources: list[Result], batch: int = 1, column: str = "tpot_ms", aside:
 def called(row: dict, first: dict, options: dict) -> str:
     """A row's method, and what its options have else than the first ones; these do not act on dense attention."""
     other = setup({k: v for k, v in options.items() if v != first.get(k)} if row["method"] not in NAMES else {})
-    return ", ".join([named(row), *other])
+    own = setup({"pool_dtype": row["pool"]}) if "pool" in row else []
+    return ", ".join([named(row), *own, *other])
 
 
 def setup(options: dict) -> list[str]:
     """The options of SETUP that were recorded, in words."""
-    told = {k: f"{v:g}" if isinstance(v, float) else v for k, v in options.items() if k in SETUP}
+    told = {k: f"{v:g}" if isinstance(v, float) else v for k, v in options.items() if k in SETUP and v != ""}
+    told |= {"trace": Path(told["trace"]).name} if "trace" in told else {}
     return [words.format(SAID.get(told[k], told[k])) for k, words in SETUP.items() if k in told]
 
 
@@ -172,12 +175,13 @@ def setup(options: dict) -> list[str]:
 
 
 def throughput(plt, results: list[Result]) -> list[Drawn]:
-    """A figure for each context and cap on host memory: what differs in these is no comparison."""
+    """A figure for each context, cap on host memory and trace: what differs in these is no comparison."""
     groups: dict[tuple, list[Result]] = {}
     for sources in by_model(of(results, THROUGHPUT)):
         for s in sources:
             told = s.options.get
-            groups.setdefault((told("shape"), told("context"), told("host_gib")), []).append(s)
+            same = (told(x) for x in ("shape", "context", "host_gib", "host_share", "steps", "trace"))
+            groups.setdefault(tuple(same), []).append(s)
     return [_throughput_of(plt, sources) for sources in groups.values()]
 
 
@@ -209,7 +213,7 @@ def _throughput_of(plt, sources: list[Result]) -> Drawn:
         shown = [(f"{label}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for label, r in each]
         style.bars(axes, shown, f"tokens per second in {caps.pop():g} GiB", ".0f")
     o = sources[0].options
-    host = f", and 0.85 of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
+    host = f", and {o.get('host_share', 0.85):g} of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
     note = (
         f"Context {style.tokens(o['context'])}; for each cap on GPU memory, weights included{host}, the largest batch "
         f"that fits; {', '.join(setup(o))}. Median of 3 runs of {o['steps']} steps. "

@@ -22,7 +22,7 @@ from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.patches._family import head_dim_of
 from torchsparsekv.state import LayerState
 from torchsparsekv_benchmarks import _results, _traces
-from torchsparsekv_benchmarks._options import Setup, at_least, changes, check_also, different, option, repeats
+from torchsparsekv_benchmarks._options import Rows, at_least, check_also, different, option, repeats
 from torchsparsekv_benchmarks._progress import now
 from torchsparsekv_benchmarks.speed import _common, _dense, _inductor
 from torchsparsekv_benchmarks.speed._synthetic import Topics
@@ -42,7 +42,7 @@ SHORTEST_STATIC = UNTIMED + PASSES  # it must not be overrun
 
 
 @dataclass(frozen=True)
-class Options(Setup):
+class Options(Rows):
     """locality: how much a query is like the last; one step in 1 / (1 - locality) jumps to another topic. Methods that
     retrieve at boundaries do it there, so their retrieval rate is 1 - locality. A jump replaces what was chosen, so hit
     rates come out near the locality. With locality_of_text it is the rate of real text, and the row says so; there
@@ -52,19 +52,11 @@ class Options(Setup):
     layers: int = option(0, "Layers of the model; 0: all layers of the shape.")
     contexts: tuple[int, ...] = (131072,)
     batches: tuple[int, ...] = (1,)
-    methods: tuple[str, ...] = ("quest",)
-    also: tuple[str, ...] = option(
-        (), "Adds a row of the table for each METHOD.NAME=VALUE, comma-separated: METHOD with this value."
-    )
-    locality: float = 0.95
     localities: tuple[float, ...] = option(
         (), "More values of --locality, comma-separated. Each adds a row of the table, with the same compiled step."
     )
     locality_of_text: bool = option(
         False, "Set the locality of each method to the hit rate that eval-text measured, at the nearest budget."
-    )
-    trace: str = option(
-        "", "Instead of --locality: replay the selections of a real model, from a file of `torchsparsekv record`."
     )
     turning: float | None = option(
         None, "Give synthetic queries a common part, which changes at this share of the jumps to another topic. "
@@ -115,11 +107,6 @@ class Options(Setup):
             changed.method(name)
         if (self.dense or self.hf_static) and min(self.contexts) < SHORTEST_STATIC:
             raise ValueError(f"a static cache needs contexts of at least {SHORTEST_STATIC}, got {min(self.contexts)}")
-
-    def asked(self) -> list[tuple[str, "Options"]]:
-        """The methods in the order of their rows, each with the options that it has there."""
-        more = [(name, dataclasses.replace(self, hyper=(*self.hyper, text))) for name, text in changes(self.also)]
-        return [*((name, self) for name in self.methods), *more]
 
     def near(self, name: str) -> dict[str, float]:
         """The locality of a method's queries where it is not the option; with the budget that it was measured at."""

@@ -16,7 +16,8 @@ WRONG = {
     "--skip-layers=-1": "skip_layers must be from 0 to 31, got -1", "--locality=-1": "locality must be between 0",
     "--host-gib=-1": "host_gib must not be negative, got -1", "--most=0": "most must be at least 1, got 0",
     "--dense=nope": "dense must be different ones of", "--hyper=arkvale.block_size=16": "hyper sets arkvale",
-    "--pool-dtype=int4": "pool_dtype must be",
+    "--pool-dtype=int4": "pool_dtype must be", "--also=arkvale.block_size=16": "also changes arkvale",
+    "--trace=nothing.npz": "No such file",
 }  # fmt: skip
 
 
@@ -52,10 +53,10 @@ def bytes_of(o, name: str, rows: int, on_host: bool) -> tuple[int, int]:
 
 
 def test_the_largest_batch_that_fits_against_the_best_dense(small):
-    o = type(small)(**vars(small) | {"caps_gib": (model_gib() + 8 / 1024, 1e-3), "most": 4})
+    o = type(small)(**vars(small) | {"caps_gib": (model_gib() + 8 / 1024, 1e-3), "most": 4, "dense_int8": True})
     result = throughput.run(o)
     assert result["options"]["acts"]["quest"] == o.method("quest").effective()
-    ours, other, quest, *nothing = result["rows"]
+    ours, other, quest, _, *nothing = result["rows"]
     fits = {r["method"]: r["batch"] for r in (ours, quest)}
     for name, batch in fits.items():
         assert 0 < batch <= 4
@@ -64,7 +65,19 @@ def test_the_largest_batch_that_fits_against_the_best_dense(small):
     assert (other["method"], other["batch"]) == ("sdpa-cudnn", ours["batch"])
     best = max(ours["tokens_per_s"], other["tokens_per_s"])
     assert quest["over_dense"] == pytest.approx(quest["tokens_per_s"] / best)
-    assert [(r["method"], r["batch"]) for r in nothing] == [("full", 0), ("quest", 0)]
+    assert [(r["method"], r["batch"]) for r in nothing] == [("full", 0), ("quest", 0), ("full", 0)]
+
+
+def test_another_value_and_dense_attention_in_8_bits_are_rows_of_their_own(small):
+    more = {"caps_gib": (48.0,), "most": 2, "also": ("quest.block_size=8",), "dense_int8": True}
+    o = type(small)(**vars(small) | more)
+    (row, other, quest, also, packed) = throughput.run(o)["rows"]
+    assert "hyper" not in quest
+    assert (also["method"], also["hyper"]) == ("quest", "block_size=8")
+    assert (packed["method"], packed["pool"]) == ("full", "int8")
+    assert packed["device_GiB"] < row["device_GiB"]
+    best = max(row["tokens_per_s"], other["tokens_per_s"])
+    assert packed["over_dense"] == pytest.approx(packed["tokens_per_s"] / best), "the best dense attention in 16 bits"
 
 
 def test_host_memory_bounds_the_batch_too(monkeypatch):
