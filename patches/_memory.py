@@ -70,6 +70,25 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
     return Placement(True, max(least, _largest(most, lambda budgets: size(budgets) <= room)))
 
 
+def largest_batch(plan: Plan, length: int, *, on_host: bool, device_bytes: float, host_bytes: float) -> int:
+    """How many sequences of `length` tokens fit, with the usual hot buffers; `on_host`: the pool is in host memory."""
+    need_host, need_device = plan.bytes(1, length, pool_on_host=on_host)
+    fits = int(device_bytes // need_device)
+    return min(fits, int(host_bytes // need_host)) if need_host else fits
+
+
+def hot_room(plan: Plan, batch: int, length: int, device_bytes: float) -> int:
+    """Bytes that are left for hot buffers with the pool in host memory, at most enough for all blocks.
+
+    0 if the size of the hot buffers is not a number of budgets.
+    """
+    if not (most := _most_budgets(plan, batch, length)):
+        return 0
+    size = lambda budgets: plan.hot_bytes(batch, length, pool_on_host=True, hot_budgets=budgets)  # noqa: E731
+    others = plan.bytes(batch, length, pool_on_host=True, hot_budgets=1)[1] - size(1)
+    return min(int(device_bytes) - others, size(most))
+
+
 def prompt_bytes(plan: Plan, batch: int, length: int) -> int:
     """An estimate of the device memory that a forward needs for one prompt that fills the cache."""
     hidden = plan.config.hidden_size

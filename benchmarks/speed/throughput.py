@@ -59,12 +59,13 @@ class _Packed(DecodeOptions):
 
 def largest_batch(model, name: str, length: int, cap: float, setup: Setup, host_gib: float = 0) -> int:
     """From the plan alone: how many rows fit into the cap, in GiB of GPU memory, and into host memory."""
+    from torchsparsekv.patches import _memory
+
     with torchsparsekv.patch(model, name, max_length=length, **setup.patch(name)) as handle:
-        on_host, on_device = handle.planned.bytes(1, length, pool_on_host=handle.offload == "host")
-    weights = sum(p.nbytes for p in model.parameters())
-    fits = int((cap * 2**30 - weights - SPARE_GIB * 2**30) // on_device)
+        plan, on_host = handle.planned, handle.offload == "host"
+    device = cap * 2**30 - sum(p.nbytes for p in model.parameters()) - SPARE_GIB * 2**30
     room = HOST_SHARE * min(host.available(), host_gib * 2**30 or float("inf"))
-    return min(fits, int(room // on_host)) if on_host else fits
+    return _memory.largest_batch(plan, length, on_host=on_host, device_bytes=device, host_bytes=room)
 
 
 def runs(model, cap: float, o: Options) -> Iterator[dict]:

@@ -14,6 +14,7 @@ from world import DEVICE
 
 import torchsparsekv
 from torchsparsekv import host
+from torchsparsekv.patches import _memory as memory
 from torchsparsekv.state import RowLengths
 
 folder = of_a_tiny_model  # the fixture
@@ -87,6 +88,34 @@ def test_plan_command_equals_the_plan_of_a_patched_model(folder):
     assert "budget=16" in told
 
 
+@pytest.mark.parametrize("limit", ["gpu", "host"])
+def test_the_largest_batch_and_its_hot_buffers_fit_and_no_more_do(folder, limit, monkeypatch):
+    """The GPU holds 2.01 GiB, of which 2 are left for a step; or little host memory is there."""
+    monkeypatch.setattr(memory, "free_device_bytes", lambda _: 0)  # what is free here does not matter
+    told = dict(max_length=128, budget=16, block_size=4, offload="host")
+    model = tiny()
+    with torchsparsekv.patch(model, "quest", **told) as handle:
+        weights, plan = sum(p.nbytes for p in model.parameters()), handle.planned
+    room, host_gib = 2.01 * 2**30 - 2 * 2**30 - weights, 1.0
+    if limit == "host":
+        host_gib = 5.5 * plan.bytes(1, 128, pool_on_host=True)[0] / 2**30
+    said = answered(
+        "plan", folder, "--method", "quest", "--max-length", "128", "--set", "budget=16", "--set", "block_size=4",
+        "--offload", "host", "--gpu-gib", "2.01", "--host-gib", str(host_gib),
+    )  # fmt: skip
+    batch = int(re.search(r"largest batch: (\d+) sequences of 128 tokens", said)[1])
+    need = lambda n: plan.bytes(n, 128, pool_on_host=True)  # noqa: E731
+    assert need(batch)[0] <= host_gib * 2**30
+    assert need(batch)[1] <= room
+    assert batch == 5 if limit == "host" else need(batch + 1)[1] > room
+    assert f"a cache of 128 tokens x batch {batch}" in said
+    left = memory.hot_room(plan, batch, 128, room)
+    budgets = memory.placed(plan, "host", batch, 128, left / 2**30).hot_budgets
+    assert plan.bytes(batch, 128, pool_on_host=True, hot_budgets=budgets)[1] <= room
+    more = plan.bytes(batch, 128, pool_on_host=True, hot_budgets=budgets + 1)[1]
+    assert budgets == plan.most_budgets(128) if limit == "host" else more > room
+
+
 def test_plan_command_and_patch_have_one_default_for_offload(folder):
     small = ("plan", folder, "--method", "quest", "--max-length", "128", "--set", "budget=16")
     told = answered(*small)
@@ -129,6 +158,13 @@ def test_the_command_takes_an_old_name_with_a_warning(folder):
         (["MODEL", "--max-length", "64", "--set", "budget=128"], "budget 128 is above max_length 64"),
         (["MODEL", "--set", "budget"], "--set takes NAME=VALUE, got 'budget'"),
         (["MODEL", "--set", "budget=64", "--set", "budget=32"], "--set names budget twice"),
+        (["MODEL", "--gpu-gib", "0", "--offload", "host"], "--gpu-gib must be finite, > 0, got 0.0"),
+        (["MODEL", "--gpu-gib", "1", "--host-gib", "-1"], "--host-gib must be finite, > 0, got -1.0"),
+        (["MODEL", "--host-gib", "1"], "--host-gib is for --gpu-gib"),
+        (["MODEL", "--gpu-gib", "1"], "with --gpu-gib, --offload must be host or device, got 'auto'"),
+        (["MODEL", "--gpu-gib", "1", "--batch", "2"], "--gpu-gib finds --batch and --hot-gib: leave these out"),
+        (["MODEL", "--gpu-gib", "1", "--hot-gib", "2"], "--gpu-gib finds --batch and --hot-gib: leave these out"),
+        (["MODEL", "--gpu-gib", "1", "--offload", "host"], "not one sequence of 512 tokens fits in 1 GiB of GPU"),
         (["MODEL", "--offload", "disk"], "offload must be one of auto, host, device, got 'disk'"),
     ],
 )

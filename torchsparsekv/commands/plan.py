@@ -3,41 +3,50 @@
 Nothing is allocated. The model is made of its config alone, without weights.
 """
 import json
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 import typer
 
+from torchsparsekv import host
 from torchsparsekv.commands import app
 from torchsparsekv.commands._models import check_name
 from torchsparsekv.commands._options import TOLD
 from torchsparsekv.method import as_int, make_method, renamed
 
 LONG = 32768
+SPARE_GIB = 2  # of GPU memory, for the activations of a step, its graph and the driver
 MODEL = typer.Argument(..., help="Name or folder of a Hugging Face model; its config is enough.")
 METHOD = typer.Option("pariskv", help="One of `torchsparsekv methods`.")
 TOKENS = typer.Option(
     None, "--max-length",
     help=f"Tokens of a row, prompt and generation together. Default: {LONG}, or the model's positions if fewer.",
 )  # fmt: skip
-BATCH = typer.Option(1, min=1, help="Rows of the batch.")
+BATCH = typer.Option(None, min=1, help="Rows of the batch. Default: 1.")
 OFFLOAD = typer.Option("auto", help="Where the pool lives: auto, host or device.")
 HYPER = typer.Option([], "--set", help="A hyper-parameter, as NAME=VALUE. May be repeated.")
 POOL = typer.Option(None, "--pool-dtype", help="int8 stores keys and values in 8 bits. Default: the model's type.")
 HOT = typer.Option(None, "--hot-gib", help="GiB for the hot buffers of all layers. Default: hot_budgets decides.")
+GPU = typer.Option(
+    None, "--gpu-gib", help="GiB of GPU memory, for weights and cache. Plans the largest batch that fits, and says "
+    "which hot_gib then fits.",
+)  # fmt: skip
+HOST = typer.Option(None, "--host-gib", help="With --gpu-gib: GiB of host memory for the pool. Default: what is free.")
 SKIP = typer.Option(None, "--skip-layers", help="First layers, which are dense. Default: 2.")
 
 
 @app.command()
 def plan(
-    model: str = MODEL, method: str = METHOD, max_length: int | None = TOKENS, batch: int = BATCH,
+    model: str = MODEL, method: str = METHOD, max_length: int | None = TOKENS, batch: int | None = BATCH,
     offload: str = OFFLOAD, hyper: list[str] = HYPER, skip_layers: int = SKIP, pool_dtype: str = POOL,
-    hot_gib: float = HOT,
+    hot_gib: float = HOT, gpu_gib: float = GPU, host_gib: float = HOST,
 ) -> None:  # fmt: skip
     """Print the memory of a cache by buffer, in host memory and on the device. Loads no weights."""
     try:
+        room = _room(batch, offload, hot_gib, gpu_gib, host_gib)
         found, said = planned(
-            model, method, max_length, batch, offload, _parsed(hyper), skip_layers, pool_dtype, hot_gib
+            model, method, max_length, batch or 1, offload, _parsed(hyper), skip_layers, pool_dtype, hot_gib, room
         )
     except TOLD as e:
         typer.echo(f"plan: {e}", err=True)
@@ -45,11 +54,51 @@ def plan(
     typer.echo(f"{said}\n{found}")
 
 
+class Room(NamedTuple):
+    """GiB of memory of a machine; its largest batch is to be found."""
+
+    gpu: float
+    host: float
+
+
+def _room(
+    batch: int | None, offload: str, hot_gib: float | None, gpu_gib: float | None, host_gib: float | None
+) -> Room | None:
+    if gpu_gib is None:
+        if host_gib is not None:
+            raise ValueError("--host-gib is for --gpu-gib")
+        return None
+    for name, gib in (("--gpu-gib", gpu_gib), ("--host-gib", 1 if host_gib is None else host_gib)):
+        if not 0 < gib < math.inf:
+            raise ValueError(f"{name} must be finite, > 0, got {gib}")
+    if batch is not None or hot_gib is not None:
+        raise ValueError("--gpu-gib finds --batch and --hot-gib: leave these out")
+    if offload not in ("host", "device"):
+        raise ValueError(f"with --gpu-gib, --offload must be host or device, got {offload!r}")
+    return Room(gpu_gib, host.available() / 2**30 if host_gib is None else host_gib)
+
+
+def _largest(plan, length: int, on_host: bool, weights: int, room: Room) -> tuple[int, float | None, str]:
+    """The largest batch, its hot_gib, and a line that says both."""
+    from torchsparsekv.patches._memory import hot_room, largest_batch
+
+    left = (room.gpu - SPARE_GIB) * 2**30 - weights
+    batch = largest_batch(plan, length, on_host=on_host, device_bytes=left, host_bytes=room.host * 2**30)
+    beside = f"beside {weights / 2**30:.1f} GiB of weights and {SPARE_GIB} GiB for a step"
+    if batch < 1:
+        memory = f"{room.gpu:g} GiB of GPU memory" + f" and {room.host:.4g} GiB of host memory" * on_host
+        raise ValueError(f"not one sequence of {length} tokens fits in {memory}, {beside}")
+    hot = math.floor(hot_room(plan, batch, length, left) / 2**30 * 10) / 10 if on_host else 0
+    fill = f", with hot_gib up to {hot:.1f}" if hot else ""
+    said = f"largest batch: {batch} sequences of {length} tokens{fill}, {beside}; a prompt takes more in its forward"
+    return batch, hot or None, said
+
+
 def planned(
     name: str, method: str, max_length: int | None, batch: int, offload: str, hyper: dict, skip_layers: int | None,
-    pool_dtype: str | None, hot_gib: float | None,
+    pool_dtype: str | None, hot_gib: float | None, room: Room | None = None,
 ):  # fmt: skip
-    """The table, and a line on the method."""
+    """The table, and a line on the method; with `room`, of the largest batch."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torchsparsekv.patches._install import planned
@@ -76,13 +125,18 @@ def planned(
         skip_layers=skip_layers, layers=None, pool_dtype=pool_dtype,
     )  # fmt: skip
     said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
+    largest: tuple[str, ...] = ()
+    if room is not None:
+        weights = sum(p.nbytes for p in model.parameters())
+        batch, hot_gib, line = _largest(plan, as_int(length), offload == "host", weights, room)
+        largest = (line,)
     place = placed(plan, offload, batch, as_int(length), hot_gib)
     where = f"offload {offload}: the pool on the {'host' if place.pool_on_host else 'device'}"
     lines = "; ".join([said, where, *plan.pool_said(), *plan.notes])
-    if device.type == "cpu":
+    if room is None and device.type == "cpu":
         lines += "\nNo GPU is here: on a GPU, offload and hot_budgets of 'auto' use up to half of its free memory."
     notes = hot_note(plan, place, batch, as_int(length), hot_gib)
-    return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), lines
+    return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), "\n".join((lines, *largest))
 
 
 PYTHON = {"True": True, "False": False, "None": None}  # as in calls of patch(); JSON writes true, false and null
