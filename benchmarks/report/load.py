@@ -12,7 +12,7 @@ EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT = "eval", "decode", "kernels", "prefi
 TEXT, CLUSTERS, MEANS, BOARD, SERVE, HOT_BUFFER = "eval-text", "clusters", "means", "board", "serve", "hot_buffer"
 NO_FIGURE = (
     CLUSTERS, "patterns", "parallel", "shapes", "first_call", "generate", "host_loop", "selecting_layers",
-    "page_summaries", "token_choices", "kept_weight", "drift_rules", "eval-server",
+    "page_summaries", "token_choices", "kept_weight", "drift_rules", "packed_layers", "eval-server",
 )  # fmt: skip
 SAMPLED = (EVAL, TEXT, BOARD)  # files of samples, JSON lines
 KNOWN = (EVAL, DECODE, KERNELS, PREFILL, THROUGHPUT, TEXT, BOARD, SERVE, HOT_BUFFER, *NO_FIGURE)

@@ -464,6 +464,22 @@ def page_summaries(r: Result) -> str:
     return markdown(said, ["summary of a page", "query", *(KINDS[t] for t in texts)], told)
 
 
+@table("packed-layers", "quality/packed_layers.json")
+def packed_layers(r: Result) -> str:
+    texts, o = r.options["texts"].split(","), r.options
+    by = {(x["layers"], x["what"], x["channels"], x["text"]): x["kl"] for x in r.rows}
+    said = (
+        f"Qwen2.5-Coder-0.5B in float32, after {o['tokens']} tokens: KL in nats a token, over the next {o['read']}, to "
+        "the model without rounding. Only these keys or values have 8 bits."
+    )
+    told = [
+        [f"{where.removesuffix('s')} layers", what, channels, *(f"{by[where, what, channels, t]:.5f}" for t in texts)]
+        for where, what, channels in dict.fromkeys(key[:3] for key in by)
+    ]
+    head = ["of the", "in 8 bits", "channels with one scale", *(KINDS[t] for t in texts)]
+    return markdown(said, head, told)
+
+
 @table("drift-rules", "quality/drift_rules.json")
 def drift_rules(r: Result) -> str:
     """What stale selections hold, by the rule that says when to select anew."""
