@@ -16,6 +16,10 @@ def free_device_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
+def weight_bytes(model) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
 def pool_on_host(plan: Plan, offload: str, batch: int, length: int) -> bool:
     if offload != "auto" or plan.device.type != "cuda":
         return offload == "host"

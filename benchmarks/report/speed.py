@@ -17,7 +17,7 @@ SETUP = {
     "budget": "budget {}", "skip_layers": "{} dense layers", "locality": "locality {}", "offload": "pool in {} memory",
     "pool_dtype": "pool in {}", "trace": "replay of {}",
 }  # fmt: skip
-BEFORE = {"pool_dtype": "auto", "trace": ""}  # what acted in files that are older than an option
+BEFORE = {"pool_dtype": "auto", "trace": "", "host_share": 0.85}  # what acted in files that are older than an option
 SAID = {"auto": "the model's type"}
 FLOOR = 256
 DEFAULT_BUDGET = "Budget: the methods' defaults, tokens per kv head and step beside sink and window."
@@ -213,7 +213,8 @@ def _throughput_of(plt, sources: list[Result]) -> Drawn:
         shown = [(f"{label}, batch {r['batch']}", r["tokens_per_s"], style.colour(r["method"])) for label, r in each]
         style.bars(axes, shown, f"tokens per second in {caps.pop():g} GiB", ".0f")
     o = sources[0].options
-    host = f", and {o.get('host_share', 0.85):g} of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
+    share = o.get("host_share", BEFORE["host_share"])
+    host = f", and {share:g} of {o['host_gib']:g} GiB of host memory" if o.get("host_gib") else ""
     note = (
         f"Context {style.tokens(o['context'])}; for each cap on GPU memory, weights included{host}, the largest batch "
         f"that fits; {', '.join(setup(o))}. Median of 3 runs of {o['steps']} steps. "

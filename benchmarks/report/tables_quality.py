@@ -473,10 +473,10 @@ def packed_layers(r: Result) -> str:
         "the model without rounding. Only these keys or values have 8 bits."
     )
     told = [
-        [f"{where.removesuffix('s')} layers", what, channels, *(f"{by[where, what, channels, t]:.5f}" for t in texts)]
+        [where, what, channels, *(f"{by[where, what, channels, t]:.5f}" for t in texts)]
         for where, what, channels in dict.fromkeys(key[:3] for key in by)
     ]
-    head = ["of the", "in 8 bits", "channels with one scale", *(KINDS[t] for t in texts)]
+    head = ["layers", "rounded to 8 bits", "channels with one scale", *(KINDS[t] for t in texts)]
     return markdown(said, head, told)
 
 

@@ -33,15 +33,21 @@ def _of_dense(r: Result, pool: str | None = None) -> float:
     return max(x["tokens_per_s"] for x in r.rows if x["method"] in DENSE and x.get("pool") == pool)
 
 
+def _held(x: dict) -> str:
+    """The hot buffers of a row in budgets; empty for dense attention."""
+    return next((t.partition("=")[2] for t in x.get("hyper", "").split(", ") if t.startswith("hot_budgets=")), "")
+
+
 @table("throughput", *_throughput("32k_int8", "32k_dense_int8", "128k_int8"))
 def throughput(at_32k: Result, dense_32k: Result, at_128k: Result) -> str:
     o = at_128k.options
-    held = 52 * o["budget"] / o["context"]
+    buffered = [x for r in (at_32k, at_128k) for x in r.rows if _held(x)]
+    share = [100 * int(_held(x)) * o["budget"] / x["context"] for x in buffered]
     said = (
         f"{gpu(at_32k, at_128k)}, {shape(at_32k, at_128k)}, budget {o['budget']}, the largest batch that fits "
         f"{o['caps_gib'][0]:g} GiB of GPU memory and {o['host_share'] * o['host_gib']:.0f} GiB of host memory "
         f"({o['host_share']:g} of {o['host_gib']:g} GiB). Dense attention is on the GPU. The pool of the methods is in "
-        f"host memory; their hot buffers, in budgets, hold {100 * held:.0f} % of the tokens. Replay: each layer "
+        f"host memory; their hot buffers, in budgets, hold {span(share, 0)} % of the tokens. Replay: each layer "
         "fetches the blocks that heads of Qwen2.5-Coder-1.5B selected after 32K or 120K of source code. Over dense: "
         "tokens a second, divided by those of the fastest dense attention in 16 bits of the same run. Over dense, "
         "int8: divided by those of our dense attention in 8 bits, at 32K of another run."
@@ -54,11 +60,10 @@ def throughput(at_32k: Result, dense_32k: Result, at_128k: Result) -> str:
             ours, told = x["method"] not in DENSE, x.get("hyper", "").split(", ")
             acts = ours and r.options["acts"][x["method"]]["estimate_rest"]
             rest = "estimate_rest=True" in told or (acts and "estimate_rest=False" not in told)
-            held = next((t.partition("=")[2] for t in told if t.startswith("hot_budgets=")), "-")
             base = packed if "pool" in x else r
             rows.append([
                 tokens(x["context"]), f"`{x['method']}`" + " + rest" * bool(rest) if ours else named(x),
-                "int8" if ours or "pool" in x else "16 bits", x["batch"], held, number(x.get("hit_rate")),
+                "int8" if ours or "pool" in x else "16 bits", x["batch"], _held(x) or "-", number(x.get("hit_rate")),
                 number(x["tpot_ms"]), number(x["p99_ms"]), number(x["tokens_per_s"], 0),
                 times(x["tokens_per_s"] / _of_dense(base)), times(x["tokens_per_s"] / _of_dense(packed, "int8")),
                 number(x.get("device_GiB"), 0), number(x.get("host_GiB"), 0),

@@ -105,9 +105,9 @@ def cells(model, o: Options) -> list[Cell]:
 
 def gpu_gib(model) -> float:
     """What a cache and the model's weights may take together."""
-    from torchsparsekv.patches._memory import free_device_bytes
+    from torchsparsekv.patches._memory import free_device_bytes, weight_bytes
 
-    return (free_device_bytes(model.device) + sum(p.nbytes for p in model.parameters())) / 2**30
+    return (free_device_bytes(model.device) + weight_bytes(model)) / 2**30
 
 
 class Bench:

@@ -63,7 +63,7 @@ def largest_batch(model, name: str, length: int, cap: float, setup: Setup, host_
 
     with torchsparsekv.patch(model, name, max_length=length, **setup.patch(name)) as handle:
         plan, on_host = handle.planned, handle.offload == "host"
-    device = cap * 2**30 - sum(p.nbytes for p in model.parameters()) - SPARE_GIB * 2**30
+    device = cap * 2**30 - _memory.weight_bytes(model) - SPARE_GIB * 2**30
     room = HOST_SHARE * min(host.available(), host_gib * 2**30 or float("inf"))
     return _memory.largest_batch(plan, length, on_host=on_host, device_bytes=device, host_bytes=room)
 

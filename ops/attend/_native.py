@@ -1,7 +1,7 @@
 """How csrc/sparse_attention.cu is compiled and launched: its shapes, its programs and warps, and its shared memory.
 
 Two ops run it: sparse_attention over a ring and a hot buffer, and listed_attention over the units that are listed for
-the requests of an engine.
+the requests of an engine. dense_attention takes the same queries (`refused`) with a kernel of its own.
 """
 from typing import NamedTuple
 
@@ -91,6 +91,19 @@ def constants(
     )  # fmt: skip
 
 
+def refused(q: Tensor, heads: int, sinks: Tensor | None, *others: Tensor) -> str:
+    """Why the kernels do not take queries q [batch, q_heads, 1, dim] of `heads` kv heads; empty if they do. They read
+    `others` in words of 16 bytes."""
+    dim, group = q.shape[3], q.shape[1] // heads
+    if dim not in DIMS or group > MOST_HEADS:
+        return f"head_dim {dim} and {group} query heads a kv head are not among {DIMS} and up to {MOST_HEADS}"
+    if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
+        return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
+    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, *others):
+        return "tensors are not aligned to 16 bytes"
+    return ""
+
+
 def fit(
     q: Tensor, heads: int, rows: Tensor, page: int, tiles: int, attention: Attention, *others: Tensor, filled: bool,
     listed: bool = False, rest: Rest = NO_REST, groups: int = 0, named: bool = False,
@@ -98,12 +111,8 @@ def fit(
     """The launch for queries q [batch, q_heads, 1, dim] over `tiles` tiles of the tokens in `rows` and `others`, or the
     reason why there is none. groups: those of the rest that a row can have."""
     dim, group, sinks, device = q.shape[3], q.shape[1] // heads, attention.sink_logits, q.device
-    if dim not in DIMS or group > MOST_HEADS:
-        return f"head_dim {dim} and {group} query heads a kv head are not among {DIMS} and up to {MOST_HEADS}"
-    if q.dtype not in (torch.float16, torch.bfloat16) or (sinks is not None and sinks.dtype != q.dtype):
-        return f"queries in {q.dtype} with sink logits in {'none' if sinks is None else sinks.dtype}"
-    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, rows, *others):
-        return "tensors are not aligned to 16 bytes"
+    if why := refused(q, heads, sinks, rows, *others):
+        return why
     with_rest, of_all = rest.sums is not None, q.shape[0] * heads
     if rest.sums is not None:
         odd = rest.sums.dtype is not torch.float16 or not _cuda.aligned(rest.sums)

@@ -79,11 +79,8 @@ def _fits(q, pool, lengths, attention) -> _cuda.Module | str:
     dim, group = q.shape[3], q.shape[1] // pool.shape[1]
     if pool.dtype is not PACKED:
         return "the pool is not packed"
-    if dim not in _native.DIMS or group > _native.MOST_HEADS or q.dtype not in (torch.float16, torch.bfloat16):
-        return f"queries in {q.dtype}, of head_dim {dim}, {group} a kv head"
-    if q.stride(0) % 8 or q.stride(1) % 8 or not _cuda.aligned(q, pool):
-        return "tensors are not aligned to 16 bytes"
-    return _cuda.load("dense_attention", q.device, **constants(dim, group, q.dtype))
+    why = _native.refused(q, pool.shape[1], None, pool)  # the kernel does not read sink logits
+    return why or _cuda.load("dense_attention", q.device, **constants(dim, group, q.dtype))
 
 
 def _launch_cuda(kernels, q, pool, lengths, attention) -> Tensor:
@@ -94,7 +91,7 @@ def _launch_cuda(kernels, q, pool, lengths, attention) -> Tensor:
     kernels.launch(
         "attend", (batch * heads, parts.splits, 1), 32 * _native.WARPS, q, pool, lengths.length, parts.acc, parts.top,
         parts.total, q.stride(0), q.stride(1), heads, rows, parts.gp, float(attention.scale), float(attention.softcap),
-        shared=_native.WARPS * parts.group * (d + 4) * 4,
+        shared=_native.dynamic_bytes(d, parts.group, _native.WARPS, cluster=1, tiles=tiles, groups=0),
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 

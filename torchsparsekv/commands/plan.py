@@ -102,7 +102,7 @@ def planned(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from torchsparsekv.patches._install import planned
-    from torchsparsekv.patches._memory import check_hot_gib, hot_note, placed
+    from torchsparsekv.patches._memory import check_hot_gib, hot_note, placed, weight_bytes
 
     check_name(name)
     hyper = renamed(hyper)
@@ -125,18 +125,16 @@ def planned(
         skip_layers=skip_layers, layers=None, pool_dtype=pool_dtype,
     )  # fmt: skip
     said = f"{plan.method}, skip_layers={plan.skip_layers}, {str(model.dtype).removeprefix('torch.')}"
-    largest: tuple[str, ...] = ()
+    more = ""
     if room is not None:
-        weights = sum(p.nbytes for p in model.parameters())
-        batch, hot_gib, line = _largest(plan, as_int(length), offload == "host", weights, room)
-        largest = (line,)
+        batch, hot_gib, more = _largest(plan, as_int(length), offload == "host", weight_bytes(model), room)
+    elif device.type == "cpu":
+        more = "No GPU is here: on a GPU, offload and hot_budgets of 'auto' use up to half of its free memory."
     place = placed(plan, offload, batch, as_int(length), hot_gib)
     where = f"offload {offload}: the pool on the {'host' if place.pool_on_host else 'device'}"
-    lines = "; ".join([said, where, *plan.pool_said(), *plan.notes])
-    if room is None and device.type == "cpu":
-        lines += "\nNo GPU is here: on a GPU, offload and hot_budgets of 'auto' use up to half of its free memory."
+    lines = "; ".join([said, where, *plan.pool_said(), *plan.notes]) + (f"\n{more}" if more else "")
     notes = hot_note(plan, place, batch, as_int(length), hot_gib)
-    return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), "\n".join((lines, *largest))
+    return plan.memory(batch, as_int(length), **place._asdict(), notes=notes), lines
 
 
 PYTHON = {"True": True, "False": False, "None": None}  # as in calls of patch(); JSON writes true, false and null

@@ -106,9 +106,8 @@ def test_a_token_that_is_not_finite_shows(dtype, half):
     assert bad.sum() == 4
 
 
-def test_programs_of_an_h200(monkeypatch):
-    """8 heads: as many programs as run at once. 408 heads, of 51 sequences: several rounds, so that the last one costs
-    little if it is not full."""
+def test_programs_of_few_heads_run_at_once_and_of_many_in_rounds(monkeypatch):
+    """On an H200. 51 sequences have 408 heads. In several rounds the last one, which may not be full, costs little."""
     monkeypatch.setattr(DENSE, "sm_count", lambda _: 132)
     splits = [DENSE._splits(DEVICE, heads) for heads in (8, 33, 34, 408, 5000)]
     assert splits == [33, 8, 63, 6, 1]
@@ -119,7 +118,8 @@ def test_programs_of_an_h200(monkeypatch):
     ("dim", "group", "dtype", "packed", "why"),
     [
         (128, 4, torch.bfloat16, False, "not packed"), (96, 4, torch.bfloat16, True, "head_dim 96"),
-        (128, 9, torch.bfloat16, True, "9 a kv head"), (128, 4, torch.float32, True, "queries in torch.float32"),
+        (128, 9, torch.bfloat16, True, "9 query heads a kv head"),
+        (128, 4, torch.float32, True, "queries in torch.float32"),
     ],
 )  # fmt: skip
 def test_triton_takes_other_shapes(dim, group, dtype, packed, why):
