@@ -88,7 +88,7 @@ def test_plan_command_equals_the_plan_of_a_patched_model(folder):
     assert "budget=16" in told
 
 
-@pytest.mark.parametrize("limit", ["gpu", "host"])
+@pytest.mark.parametrize("limit", ["device", "host"])
 def test_the_largest_batch_and_its_hot_buffers_fit_and_no_more_do(folder, limit, monkeypatch):
     """The GPU holds 2.01 GiB, of which 2 are left for a step; or little host memory is there."""
     monkeypatch.setattr(memory, "free_device_bytes", lambda _: 0)  # what is free here does not matter
@@ -114,6 +114,8 @@ def test_the_largest_batch_and_its_hot_buffers_fit_and_no_more_do(folder, limit,
     assert plan.bytes(batch, 128, pool_on_host=True, hot_budgets=budgets)[1] <= room
     more = plan.bytes(batch, 128, pool_on_host=True, hot_budgets=budgets + 1)[1]
     assert budgets == plan.most_budgets(128) if limit == "host" else more > room
+    every = plan.hot_bytes(batch, 128, pool_on_host=True, hot_budgets=plan.most_budgets(128))
+    assert left == every if limit == "host" else left < every
 
 
 def test_plan_command_and_patch_have_one_default_for_offload(folder):
