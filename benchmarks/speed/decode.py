@@ -25,6 +25,7 @@ from torchsparsekv_benchmarks import _results, _traces
 from torchsparsekv_benchmarks._options import Rows, at_least, check_also, different, option, repeats
 from torchsparsekv_benchmarks._progress import now
 from torchsparsekv_benchmarks.speed import _common, _dense, _inductor
+from torchsparsekv_benchmarks.speed._replay import Replay
 from torchsparsekv_benchmarks.speed._synthetic import Topics
 from torchsparsekv_benchmarks.speed._text_rates import nearest
 
@@ -91,8 +92,10 @@ class Options(Rows):
         for name in methods:
             self.near(name)
         check_also(self.also, methods)
-        if self.trace and (self.localities or self.locality_of_text):
-            raise ValueError("trace replaces locality: leave out --localities and --locality-of-text")
+        if self.trace and (self.localities or self.locality_of_text or self.through_generate):
+            raise ValueError(
+                "trace replaces locality, in bare steps: leave out --localities, --locality-of-text, --through-generate"
+            )
         for name in methods if self.trace else ():
             if make_method(name).traits.attends == "selected":
                 _traces.read(Path(self.trace), name, self.method(name).budget)
@@ -157,38 +160,6 @@ def bank_of(topics: Topics, locality: float, device, turning: float | None = Non
     return topics.queries(BANK, locality, device, torch.bfloat16, turning)
 
 
-class Traced:
-    """Replaces the block ids that a layer chose by those of a trace. Each row of a batch begins at another step.
-
-    ids [steps, kv_heads, chosen]; offset: the length of the cache at the first step.
-    """
-
-    def __init__(self, ids: Tensor, offset: Tensor):
-        self.ids, self.offset = ids, offset
-
-    def __call__(self, s: LayerState, ids: Tensor) -> Tensor:
-        rows = torch.arange(ids.shape[0], device=ids.device) * len(self.ids) // ids.shape[0]
-        at = (s.row_lengths.seq_len - self.offset + rows) % len(self.ids)
-        traced = self.ids.index_select(0, at)
-        return torch.where(ids < -1, ids, traced)  # no id is below -1; so the step still needs the method's choice
-
-
-def follow(cache, ids: Tensor) -> None:
-    """Let retrieving layers choose the blocks of a trace [heads, steps, chosen]. The kv heads of all layers take the
-    heads of the trace in turn."""
-    layers = [x for x in cache.stored.values() if x.method.traits.attends == "selected"]
-    for i, layer in enumerate(layers):
-        heads, chosen = layer.state.hot.chosen.shape[1:]
-        if ids.shape[2] != chosen:
-            raise ValueError(f"the trace has {ids.shape[2]} blocks a step, {layer.method.name} selects {chosen} here")
-        mine = torch.arange(i * heads, (i + 1) * heads) % ids.shape[0]
-        taken = ids[mine].transpose(0, 1).contiguous().to(layer.state.hot.chosen.device)
-        offset = cache.get_seq_length().clone()
-        torch._dynamo.mark_static_address(taken)
-        torch._dynamo.mark_static_address(offset)
-        layer.state.override_ids = Traced(taken, offset)
-
-
 def steer(cache, bank: Tensor) -> None:
     torch._dynamo.mark_static_address(bank)
     for layer in cache.stored.values():
@@ -197,17 +168,19 @@ def steer(cache, bank: Tensor) -> None:
 
 
 class Step:
-    """The compiled decode step of a model on one cache."""
+    """The compiled decode step of a model on one cache. `replay`, if there is one, runs before each step."""
 
-    def __init__(self, model, cache, batch: int):
+    def __init__(self, model, cache, batch: int, replay: Replay | None = None):
         torch._dynamo.reset()
         counters.clear()
-        self.cache = cache
+        self.cache, self.replay = cache, replay
         self.compiled = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
         self.ids = torch.full((batch, 1), 7, device=model.device)
         self.position = torch.zeros_like(self.ids)
 
     def __call__(self, _=None):
+        if self.replay is not None:
+            self.replay()
         self.position.add_(1)
         return self.compiled(self.ids, position_ids=self.position, past_key_values=self.cache, logits_to_keep=1)
 
@@ -307,23 +280,22 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         bank = bank_of(topics, near.get("locality", o.locality), device, o.turning)
         steer(cache, bank)
         if o.trace and handle.planned.method.traits.attends == "selected":
-            method = handle.planned.method
-            follow(cache, _traces.read(Path(o.trace), name, method.budget))
+            replay = Replay(cache, _traces.read(Path(o.trace), name, handle.planned.method.budget))
             steered: dict = {"trace": Path(o.trace).name}
         else:
-            steered = dict(near)
+            replay, steered = None, dict(near)
         others = o.localities if handle.planned.method.traits.attends == "selected" else ()
         row = {"method": name, **o.told(name), **steered, **small, "context": context, "batch": batch}
         if others:
             row |= {"locality": o.locality}
-        step = Step(model, cache, batch)
+        step = Step(model, cache, batch, replay)
         step.warm_up(context)
         yield row | measured(step, handle, o.steps) | through_generate(model, cache, batch, o)
         for locality in others:
             bank.copy_(bank_of(topics, locality, device, o.turning))
             step.warm_up(int(cache.get_seq_length()))
             yield row | {"locality": locality} | measured(step, handle, o.steps)
-        del cache, step
+        del cache, step, replay
     collect()
 
 

@@ -7,6 +7,7 @@ import torch
 from byte_tokenizer import bytes_tokenizer
 from cli import refused
 from models import tiny
+from torch._inductor.utils import run_and_get_code
 
 import torchsparsekv
 from torchsparsekv.method import all_methods
@@ -15,7 +16,8 @@ from torchsparsekv_benchmarks.quality import board, replay, suite, trace
 from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
 from torchsparsekv_benchmarks.quality.sources import Source
 from torchsparsekv_benchmarks.quality.store import read
-from torchsparsekv_benchmarks.speed import decode
+from torchsparsekv_benchmarks.speed import _replay
+from torchsparsekv_benchmarks.speed._replay import Replay
 
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -154,23 +156,43 @@ def test_a_trace_is_what_every_step_chose(method, tmp_path, monkeypatch, source)
         _traces.read(tmp_path / "t.npz", "quest", 32)
 
 
-def test_a_layer_attends_to_what_a_trace_has(tmp_path, monkeypatch, source):
+def test_layers_attend_to_what_a_trace_has(tmp_path, monkeypatch, source):
     _, _ = traced(tmp_path, monkeypatch, source, "quest=64")
     ids = _traces.read(tmp_path / "t.npz", "quest", 64)
     with torchsparsekv.patch(source.model, "quest", max_length=1100, budget=64, sink=64, window=64, skip_layers=1) as h:
-        cache = h.make_cache(1)
-        prompt = torch.randint(1, 200, (1, 1024))
+        cache = h.make_cache(2)
+        prompt = torch.randint(1, 200, (2, 1024))
         with torch.no_grad():
             source.model(prompt, past_key_values=cache)
-            decode.follow(cache, ids)
+            with pytest.raises(ValueError, match="the trace has 3 blocks a step, quest selects 4 here"):
+                Replay(cache, ids[..., :3])
+            next_blocks = Replay(cache, ids)
             seen: list = []
             for i in (1, 2):
-                cache.stored[i].state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids[0].clone())
-            for _ in range(3):
+                cache.stored[i].state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids.clone())
+            for _ in range(8):
+                next_blocks()
                 source.model(prompt[:, :1], past_key_values=cache)
-    for t in range(3):
-        layers = torch.cat(seen[2 * t : 2 * t + 2])
-        assert torch.equal(layers, ids[:, t + 1]), "the first step takes in token 1024; layers take the heads in turn"
+    for t in range(8):
+        layers = torch.cat(seen[2 * t : 2 * t + 2], 1)
+        for row, at in enumerate((t % 6, (t + 3) % 6)):
+            assert torch.equal(layers[row], ids[:, at]), "layers take the heads in turn, rows begin at different steps"
+
+
+def test_a_compiled_step_still_selects_before_it_replays():
+    """In compiled code the selection is there, no kernel follows it, and nothing is copied."""
+
+    def step(scores, blocks, hot):
+        chosen = scores.argsort()
+        _replay.instead_of(chosen, blocks)
+        return hot.copy_(blocks[1])
+
+    blocks, hot = torch.arange(12).view(3, 4), torch.zeros(4, dtype=torch.int64)
+    found, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), torch.rand(4), blocks, hot)
+    assert found.tolist() == hot.tolist() == [4, 5, 6, 7]
+    calls = code[code.index("def call(") : code.index("def benchmark_compiled_module")]
+    assert calls.index("sort") < calls.index("instead_of")
+    assert "clone" not in calls and calls.count("cpp_fused") == 1
 
 
 # ---------------------------------------------------------------- what a recording keeps
