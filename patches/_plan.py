@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from torchsparsekv.method import Method, traits_of
+from torchsparsekv.ops.attend.dense_attention import reads_packed
 from torchsparsekv.patches._assignment import Assignment, described
 from torchsparsekv.patches._family import Kept, Layer
 from torchsparsekv.state import HOT_BUDGETS, Buffers, Geometry, RowLengths, checked, named, total_bytes
@@ -117,7 +118,7 @@ class Plan:
 
     def _dense_among_others(self, i: int) -> bool:
         """True for a dense layer among sparse ones. It reads its whole pool at every step, so its pool stays on the
-        device in the model's type."""
+        device."""
         if (traits := self.traits[i]) is None or traits.attends != "everything":
             return False
         return not all(t.attends in ("everything", "window") for t in self.traits if t)
@@ -134,7 +135,8 @@ class Plan:
             return {}
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
-        pool = None if self._dense_among_others(i) else self.pool_dtype
+        slower = self._dense_among_others(i) and not reads_packed(layer.head_dim, layer.group)
+        pool = None if slower else self.pool_dtype
         g = Geometry(*sizes, i, len(self.layers), i in self.anchors, pool, hot_budgets)
         return checked(method.buffers(g), method.prefetch_async is not None)
 

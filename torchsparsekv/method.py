@@ -27,6 +27,8 @@ from torchsparsekv.ops.rest.views import NO_REST, Rest
 from torchsparsekv.ops.select.top_blocks import top_blocks
 from torchsparsekv.ops.store.append import append
 from torchsparsekv.ops.store.flush_ring import flush_ring
+from torchsparsekv.ops.store.rows import PACKED
+from torchsparsekv.ops.store.spread_channels import spread_channels
 from torchsparsekv.ops.store.store_prompt import store_prompt
 from torchsparsekv.ops.store.views import Attention, Leaving, Selection, Token
 from torchsparsekv.report import Counts
@@ -403,6 +405,7 @@ class Method:
         """One layer of one decode step; q, k, v are [batch, heads, 1, head_dim]."""
         if s.override_query is not None:
             q = s.override_query(s, q)
+        q, k = self.spread(s, q, k)
         self.ingest_token(s, q, k, v)
         selection = Selection()
         if self._attends == "everything":
@@ -431,6 +434,13 @@ class Method:
         if self.prefetch_async is not None:
             prefetch_async(out, s.prefetch, s.store.pool, s.hot, s.joins)
         return out
+
+    @final
+    def spread(self, s: LayerState, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys as `ingest` and attention take them. A packed pool that is attended to as a whole, which the
+        first layers of a model have, holds rotated keys, since the keys of these layers lose most in 8 bits."""
+        packed = self._attends == "everything" and s.store.pool.dtype is PACKED
+        return spread_channels(q, k) if packed else (q, k)
 
     @final
     def in_time(self, s: LayerState, q: Tensor, selection: Selection) -> Selection:
@@ -471,6 +481,7 @@ class Method:
         join = last or torch.compiler.is_compiling()
         if s.on_prompt is not None:
             s.on_prompt(s, q, k, v, a)
+        q, k = self.spread(s, q, k)
         if self._attends == "window":  # the past is in the ring alone, and `ingest` overwrites it
             out = window_attention(q, k, v, s.store.ring, s.lengths, a, self.window)
             self.ingest(s, q, k, v, a, join=join)

@@ -66,6 +66,12 @@ def _splits(device: torch.device, heads: int, resident: int = RESIDENT) -> int:
     return at_once // heads if at_once // heads >= WAVES else cdiv(WAVES * at_once, heads)
 
 
+def reads_packed(dim: int, group: int) -> bool:
+    """Whether csrc/dense_attention.cu takes heads of `dim` channels, `group` query heads a kv head. Triton takes other
+    heads, and longer over a packed pool than over one in 16 bits."""
+    return dim in _native.DIMS and group <= _native.MOST_HEADS
+
+
 def constants(dim: int, group: int, dtype: torch.dtype) -> dict[str, int]:
     """The constants with which csrc/dense_attention.cu is compiled."""
     return dict(D=dim, G=group, BF16=int(dtype == torch.bfloat16), WARPS=_native.WARPS, RESIDENT=_resident(dim))

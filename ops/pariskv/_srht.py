@@ -2,13 +2,14 @@
 
     rotate(x) = H diag(signs) x        H has entries +-1; H / sqrt(size) is orthogonal
 
-Signs and entries are functions of indices, in torch and in Triton alike, so kernels need no table.
+Signs are functions of indices, in torch and in Triton alike, so kernels need no table.
 """
 import functools
 
 import torch
 from torch import Tensor
 
+from torchsparsekv.ops._machinery.hadamard import hadamard
 from torchsparsekv.ops._machinery.hash import mix, mixed
 from torchsparsekv.ops._machinery.triton import next_power_of_2, tl, triton
 
@@ -19,16 +20,6 @@ SEEDS = 1 << 20
 def signs(seed: int, size: int) -> Tensor:
     """+1 or -1 per channel, by the low bit of a hash of (seed, channel)."""
     return (1 - 2 * (mixed(torch.arange(size) + seed * 256 + 1) & 1)).float()
-
-
-@functools.cache
-def hadamard(size: int) -> Tensor:
-    """The symmetric Hadamard matrix of entries +-1; orthogonal after division by sqrt(size)."""
-    i = torch.arange(size)
-    x = i[:, None] & i
-    for shift in (4, 2, 1):
-        x ^= x >> shift
-    return (1 - 2 * (x & 1)).float()
 
 
 def rotate(x: Tensor, seed: int) -> Tensor:
@@ -42,13 +33,3 @@ def rotate(x: Tensor, seed: int) -> Tensor:
 def is_flipped(i, seed):
     """Whether the sign of channel `i` is flipped."""
     return (mix((i + seed * 256 + 1).to(tl.uint32)) & 1) != 0
-
-
-@triton.jit
-def hadamard_odd(i, j):
-    """Whether entry (i, j) of the Hadamard matrix is -1; indices below 256."""
-    x = i & j
-    x = x ^ (x >> 4)
-    x = x ^ (x >> 2)
-    x = x ^ (x >> 1)
-    return (x & 1) != 0

@@ -26,10 +26,11 @@ from torchsparsekv.ops._machinery import check as _check
 from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.hadamard import hadamard_odd
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
-from torchsparsekv.ops.pariskv._srht import SEEDS, hadamard_odd, is_flipped, rotate, signs
+from torchsparsekv.ops.pariskv._srht import SEEDS, is_flipped, rotate, signs
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.store.views import Lengths
 

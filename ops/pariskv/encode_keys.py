@@ -22,13 +22,14 @@ import torch
 from torch import Tensor
 
 from torchsparsekv.ops._machinery.chain import triton as by_triton
+from torchsparsekv.ops._machinery.hadamard import hadamard_odd
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
 from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
 from torchsparsekv.ops.index._leaving import leaving_keys, load_keys
 from torchsparsekv.ops.pariskv._code import WORDS, magnitude, words
 from torchsparsekv.ops.pariskv._lloyd_max import polynomial, quantiser
-from torchsparsekv.ops.pariskv._srht import SEEDS, hadamard_odd, is_flipped, rotate
+from torchsparsekv.ops.pariskv._srht import SEEDS, is_flipped, rotate
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.store.tables import check_table
 from torchsparsekv.ops.store.views import OWN_POOLS, Leaving, Lengths

@@ -407,6 +407,7 @@ OPS = {
     "append": _append,
     "flush_ring": _flush_ring,
     "store_prompt": _store_prompt,
+    "spread_channels": lambda w: (w.q, w.k),
     "block_bounds": lambda w: cases_static.block_bounds(w, _block_bounds(w)),
     "bound_scores": lambda w: w.pick(
         lambda w: cases_static.bound_scores(w, _bound_scores(w)), cases_engine.bound_scores
@@ -462,10 +463,10 @@ OPS = {
 }
 # Ops that also take prompts.
 MANY_TOKENS = {
-    "advance", "flush_ring", "store_prompt", "observe", "snap_tokens", "copy_keys", "close_segments", "cluster_keys",
-    "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt", "block_bounds", "encode_keys",
-    "prompt_attention", "group_sums", "unit_means", "add_prompt_attention", "keep_heaviest", "keep_prompt_pages",
-    "window_attention", *cases_engine.MANY_TOKENS, *cases_tokens.MANY_TOKENS,
+    "advance", "flush_ring", "store_prompt", "spread_channels", "observe", "snap_tokens", "copy_keys",
+    "close_segments", "cluster_keys", "cluster_ring", "plant_tree", "top_tokens_of_last_queries", "share_prompt",
+    "block_bounds", "encode_keys", "prompt_attention", "group_sums", "unit_means", "add_prompt_attention",
+    "keep_heaviest", "keep_prompt_pages", "window_attention", *cases_engine.MANY_TOKENS, *cases_tokens.MANY_TOKENS,
 }  # fmt: skip
 
 # ---------------------------------------------------------------- methods and families

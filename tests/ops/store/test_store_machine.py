@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from world import DEVICE
 
 from torchsparsekv.method import make_method
+from torchsparsekv.ops.store.spread_channels import spread_channels
 from torchsparsekv.ops.store.views import Attention
 from torchsparsekv.state import Geometry, LayerState, RowLengths
 
@@ -55,6 +56,8 @@ class Life(RuleBasedStateMachine):
                 x.mul_(32).round_().clamp_(-126, 126)
                 x[..., n % DIM] = 127
                 x.div_(32)
+            if self.m.traits.attends == "everything":  # its pool holds rotated keys: turn these back
+                drawn[1] = spread_channels(drawn[1], drawn[1])[0]
         return [x.transpose(1, 2).to(DEVICE) for x in drawn]
 
     def run(self, state, q, k, v, pad=None):
