@@ -19,7 +19,16 @@ from torchsparsekv_benchmarks.report.markdown import (
 )
 from torchsparsekv_benchmarks.report.style import tokens
 from torchsparsekv_benchmarks.report.tables_quality import shown
-from torchsparsekv_benchmarks.report.tables_speed import FILES, LONG, LONGEST, RUNS, SMALL_BUDGET, keyed, steps
+from torchsparsekv_benchmarks.report.tables_speed import (
+    FILES,
+    LONG,
+    LONGEST,
+    RUNS,
+    SMALL_BUDGET,
+    estimates,
+    keyed,
+    steps,
+)
 
 OLDER = ("32k", "32k_int8_2_budgets", "128k", "128k_int8_2_budgets", "pariskv_int8")  # of torchsparsekv 0.1
 
@@ -38,37 +47,33 @@ def _held(x: dict) -> str:
     return next((t.partition("=")[2] for t in x.get("hyper", "").split(", ") if t.startswith("hot_budgets=")), "")
 
 
-@table("throughput", *_throughput("32k_int8", "32k_dense_int8", "128k_int8"))
-def throughput(at_32k: Result, dense_32k: Result, at_128k: Result) -> str:
-    o = at_128k.options
-    buffered = [x for r in (at_32k, at_128k) for x in r.rows if _held(x)]
-    share = [100 * int(_held(x)) * o["budget"] / x["context"] for x in buffered]
+@table("throughput", *_throughput("32k_int8", "32k_int8_256", "128k_int8"))
+def throughput(at_32k: Result, small: Result, at_128k: Result) -> str:
+    o, every = at_128k.options, (at_32k, small, at_128k)
+    share = [100 * int(_held(x)) * r.options["budget"] / x["context"] for r in every for x in r.rows if _held(x)]
     said = (
-        f"{gpu(at_32k, at_128k)}, {shape(at_32k, at_128k)}, budget {o['budget']}, the largest batch that fits "
-        f"{o['caps_gib'][0]:g} GiB of GPU memory and {o['host_share'] * o['host_gib']:.0f} GiB of host memory "
-        f"({o['host_share']:g} of {o['host_gib']:g} GiB). Dense attention is on the GPU. The pool of the methods is in "
-        f"host memory; their hot buffers, in budgets, hold {span(share, 0)} % of the tokens. Replay: each layer "
-        "fetches the blocks that heads of Qwen2.5-Coder-1.5B selected after 32K or 120K of source code. Over dense: "
-        "tokens a second, divided by those of the fastest dense attention in 16 bits of the same run. Over dense, "
-        "int8: divided by those of our dense attention in 8 bits, at 32K of another run."
+        f"{gpu(*every)}, {shape(*every)}, the largest batch that fits {o['caps_gib'][0]:g} GiB of GPU memory and "
+        f"{o['host_share'] * o['host_gib']:.0f} GiB of host memory ({o['host_share']:g} of {o['host_gib']:g} GiB). "
+        "Dense attention is on the GPU. The pool of the methods is in host memory, except for two dense layers; their "
+        f"hot buffers, in budgets, hold {span(share, 0)} % of the tokens. Replay: each layer fetches the blocks that "
+        "heads of Qwen2.5-Coder-1.5B selected after 32K or 120K of source code. Over dense: tokens a second, divided "
+        "by those of the fastest dense attention in 16 bits of the same run. Over dense, int8: divided by those of our "
+        "dense attention in 8 bits."
     )
     rows: list[list[object]] = []
-    for r, packed in ((at_32k, dense_32k), (at_128k, at_128k)):
-        dense = [x for x in r.rows if x["method"] in DENSE and "pool" not in x]
-        methods = [x for x in r.rows if x["method"] not in DENSE]
-        for x in (*dense, *(x for x in packed.rows if "pool" in x), *methods):
-            ours, told = x["method"] not in DENSE, x.get("hyper", "").split(", ")
-            acts = ours and r.options["acts"][x["method"]]["estimate_rest"]
-            rest = "estimate_rest=True" in told or (acts and "estimate_rest=False" not in told)
-            base = packed if "pool" in x else r
+    for r, whole in ((at_32k, at_32k), (small, at_32k), (at_128k, at_128k)):
+        dense = [x for x in r.rows if x["method"] in DENSE and r is whole]
+        for x in (*dense, *(x for x in r.rows if x["method"] not in DENSE)):
+            ours = x["method"] not in DENSE
+            name = f"`{x['method']}`" + " + rest" * estimates(r, x) if ours else named(x)
             rows.append([
-                tokens(x["context"]), f"`{x['method']}`" + " + rest" * bool(rest) if ours else named(x),
+                tokens(x["context"]), name, r.options["budget"] if ours else "-",
                 "int8" if ours or "pool" in x else "16 bits", x["batch"], _held(x) or "-", number(x.get("hit_rate")),
                 number(x["tpot_ms"]), number(x["p99_ms"]), number(x["tokens_per_s"], 0),
-                times(x["tokens_per_s"] / _of_dense(base)), times(x["tokens_per_s"] / _of_dense(packed, "int8")),
+                times(x["tokens_per_s"] / _of_dense(r)), times(x["tokens_per_s"] / _of_dense(whole, "int8")),
                 number(x.get("device_GiB"), 0), number(x.get("host_GiB"), 0),
             ])  # fmt: skip
-    head = ["context", "method", "pool", "batch", "hot buffer", "hits", "ms a step", "99th percentile",
+    head = ["context", "method", "budget", "pool", "batch", "hot buffer", "hits", "ms a step", "99th percentile",
             "tokens a second", "over dense", "over dense, int8", "GiB on the GPU", "GiB on the host"]  # fmt: skip
     return markdown(said, head, rows)
 

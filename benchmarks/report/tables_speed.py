@@ -96,6 +96,23 @@ def speed_by_context(resident: Result, *results: Result) -> str:
     return markdown(said, ["context", "method", *COLUMNS], told)
 
 
+@table("speed-512k-int8", "h200_decode_512k_int8_256.json", "h200_decode_512k_int8.json")
+def speed_512k_int8(*results: Result) -> str:
+    """The longest context with a pool in 8 bits."""
+    told = [
+        [f"`{x['method']}`", r.options["budget"], *cells(x)]
+        for r in results for x in r.rows if x["method"] not in (*DENSE, "hf-static")
+    ]  # fmt: skip
+    dense = [x["tpot_ms"] for r in results for x in r.rows if x["method"] in DENSE]
+    said = (
+        f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONGEST)}, batch 1, pool in 8 bits in "
+        "host memory, two dense layers in 8 bits on the GPU, hot buffers of `auto`, without the rest; synthetic "
+        f"queries of locality {results[0].options['locality']}. {RATIOS} Dense attention, cuDNN's in 16 bits, took "
+        f"{span(dense)} ms."
+    )
+    return markdown(said, ["method", "budget", *COLUMNS], told)
+
+
 def _of_method(method: str) -> None:
     @table(f"method-speed:{method}", *RUNS[method])
     def method_speed(*results: Result) -> str:
@@ -111,17 +128,28 @@ for _method in RUNS:
 REPLAYED = ("h200_decode_trace_1024.json", "h200_decode_trace_more.json")
 REST_DEFAULT = "h200_decode_trace_rest_default.json"  # after the rest had become a default
 NEWEST = "h200_decode_trace_icecache.json"  # after icecache ranked its pages by a list
+SMALL = "h200_decode_trace_256.json"  # by its budget
+FIVE = "h200_decode_trace_5.json"  # by its hot buffer
 TRACED = (
-    NEWEST, "h200_decode_trace_256.json", REST_DEFAULT, "h200_decode_trace_no_rest.json",
-    "h200_decode_trace_tokens_rest.json", *REPLAYED,
+    "h200_decode_trace_auto.json", SMALL, FIVE, NEWEST, REST_DEFAULT, "h200_decode_trace_no_rest.json", *REPLAYED,
     "h200_decode_trace_pagemean.json", "h200_decode_trace_codes.json", "h200_decode_trace_retroinfer.json",
-    "h200_decode_trace_prkv_5.json", "h200_decode_trace_quest.json", "h200_decode_trace_prkv.json",
-    "h200_decode_trace_tokens.json",
+    "h200_decode_trace_prkv_5.json", "h200_decode_trace_tokens.json",
 )  # fmt: skip
 FIVE_PERCENT = "hot_budgets=6"  # of 128K tokens, at a budget of 1024
 BUFFERS = {"": "auto", FIVE_PERCENT: "5 %", "hot_budgets=25": "5 %"}  # the last one at a budget of 256
 WITH_REST, WITHOUT = "estimate_rest=True", "estimate_rest=False"
 LAYERS = {"llama-3.1-8b": 32}
+
+
+def estimates(r: Result, x: dict[str, Any]) -> bool:
+    """Whether a row is of a method with the rest: by its own hyper-parameters, else by those of its run."""
+    own, acts = (x.get("hyper") or "").split(", "), r.options.get("acts", {}).get(x["method"], {})
+    return WITH_REST in own or bool(acts.get("estimate_rest") and WITHOUT not in own)
+
+
+def _but_rest(x: dict[str, Any]) -> str:
+    """The hyper-parameters of a row without `estimate_rest`."""
+    return ", ".join(t for t in (x.get("hyper") or "").split(", ") if t not in (WITH_REST, WITHOUT))
 
 
 def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
@@ -130,10 +158,7 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for r in results:
         for x in (x for x in r.rows if x.get("trace")):
-            hyper, acts = x.get("hyper") or "", r.options.get("acts", {}).get(x["method"], {})
-            rest = acts.get("estimate_rest") and not hyper.endswith(WITHOUT)
-            name = f"`{x['method']}`" + (" + rest" if rest else "")
-            buffer = BUFFERS[hyper.removesuffix(WITHOUT).removesuffix(", ")]
+            name, buffer = f"`{x['method']}`" + " + rest" * estimates(r, x), BUFFERS[_but_rest(x)]
             rows.setdefault((name, str(r.options["budget"]), buffer), x)
     found = sorted(rows.items(), key=lambda x: (-int(x[0][1]), x[0][2] != "auto", x[1]["tpot_ms"]))
     return [([*names], x) for names, x in found]
@@ -152,29 +177,30 @@ def speed_trace(*results: Result) -> str:
     return markdown(said, ["method", "budget", "hot buffer", *COLUMNS[:-1]], told)
 
 
-@table("speed-rest", "h200_decode_trace_rest.json", "h200_decode_rest_512k.json")
-def speed_rest(replayed: Result, longest: Result) -> str:
+@table("speed-rest", "h200_decode_trace_rest.json", SMALL, "h200_decode_rest_512k.json")
+def speed_rest(*results: Result) -> str:
     """What the rest costs: the same steps without and with it."""
     told = []
-    for r in (replayed, longest):
+    for r in results:
         sparse = (r.options["layers"] or LAYERS[r.options["shape"]]) - r.options["skip_layers"]
-        for x in r.rows:
-            if WITH_REST in (x.get("hyper") or ""):
-                own = (y for y in r.rows if y["method"] == x["method"])
-                (was,) = (y for y in own if f"{y['hyper']}, {WITH_REST}" == x["hyper"])
+        pairs: dict[tuple[str, str], dict[bool, dict[str, Any]]] = {}
+        for x in (x for x in r.rows if x["method"] in r.options["methods"]):
+            pairs.setdefault((x["method"], _but_rest(x)), {})[estimates(r, x)] = x
+        for (method, _), pair in pairs.items():
+            if len(pair) == 2:
+                was, x = pair[False], pair[True]
                 more = x["tpot_ms"] - was["tpot_ms"]
                 told.append([
-                    tokens(x["context"]), f"`{x['method']}`", number(was["hit_rate"]), number(was["tpot_ms"]),
-                    number(x["tpot_ms"]), f"{1000 * more / sparse:.1f}", f"{100 * more / was['tpot_ms']:.1f} %",
-                    number(x["device_GiB"] - was["device_GiB"]),
+                    tokens(x["context"]), f"`{method}`", r.options["budget"], number(was["hit_rate"]),
+                    number(was["tpot_ms"]), number(x["tpot_ms"]), f"{1000 * more / sparse:.1f}",
+                    f"{100 * more / was['tpot_ms']:.1f} %", number(x["device_GiB"] - was["device_GiB"]),
                 ])  # fmt: skip
     said = (
-        f"{gpu(replayed, longest)}, {shape(replayed, longest)}, pool in host memory, budget "
-        f"{replayed.options['budget']}, hot buffer of 5 %. At {tokens(LONG)}: replay as in the table above; at "
-        f"{tokens(LONGEST)}: synthetic queries of locality {longest.options['locality']}. Both steps of a row are of "
-        "one run. Rest: `estimate_rest=True`."
+        f"{gpu(*results)}, {shape(*results)}, pool in host memory. At {tokens(LONG)}: replay as in the table above, "
+        f"with a hot buffer of 5 % at a budget of 1024, and of `auto` at 256. At {tokens(LONGEST)}: synthetic queries "
+        f"of locality {results[-1].options['locality']}. Both steps of a row are of one run."
     )
-    head = ["context", "method", "hits", "ms a token", "with the rest", "us more a sparse layer", "more",
+    head = ["context", "method", "budget", "hits", "ms a token", "with the rest", "us more a sparse layer", "more",
             "GiB more on the GPU"]  # fmt: skip
     return markdown(said, head, told)
 

@@ -12,10 +12,10 @@ from torchsparsekv_benchmarks.quality import replay, texts
 from torchsparsekv_benchmarks.quality.pretrained import pretrained
 
 
-def parser(about: str | None, tokens: int | None = None) -> argparse.ArgumentParser:
+def parser(about: str | None, tokens: int | None = None, model: str = "qwen-0.5b") -> argparse.ArgumentParser:
     """With the option --tokens, if there is a default for it."""
     p = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--model", default="qwen-0.5b")
+    p.add_argument("--model", default=model)
     p.add_argument("--texts", default="moby-dick,sympy")
     p.add_argument("--out", type=Path, required=True)
     if tokens is not None:

@@ -206,9 +206,9 @@ def test_throughput_and_memory(plt, tmp_path):
     several = speed.throughput(plt, load(sorted(RESULTS.glob("h200_throughput*.json"))))
     assert {r["cap_GiB"] for d in several for s in d.sources for r in s.rows} == {136}
     said = [{s.options.get("trace", "") for s in d.sources} for d in several]
-    assert [len(x) for x in said] == [1] * 5, "a replay is no comparison with synthetic queries"
+    assert [len(x) for x in said] == [1] * 4, "a replay is no comparison with synthetic queries"
     drawn = [t.get_text() for d in several for t in d.figure.axes[0].get_yticklabels()]
-    assert {"dense, pool in int8, batch 14", "quest, batch 7", "quest, hot_budgets=13, batch 57"} < set(drawn)
+    assert {"dense, pool in int8, batch 14", "quest, batch 7", "quest, hot_budgets=15, batch 57"} < set(drawn)
     assert "pariskv, budget 100, pool in int8, batch 8" in drawn
     gpu, host = speed.memory(plt, load([RESULTS / "h200_decode.json"]))[0].figure.axes
     of = [r for r in rows("h200_decode.json") if r["method"] == "quest"]
