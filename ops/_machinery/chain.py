@@ -3,8 +3,8 @@ others.
 
 On a CUDA device the order is CUDA C++ (if the op has it), then Triton; an op without kernels is refused. On a CPU the
 reference runs. An op with an implementation by torch's own kernels runs it on both. `use_kernels` forces one kind for
-every op. An op that cannot run as forced is refused with the reason. With "cuda" forced, an op without CUDA C++ runs
-the next implementation of its chain. Torch's kernels count as "cuda" and as "triton".
+every op. An op that cannot run as forced is refused with the reason. With "cuda" forced, an op without CUDA C++ for its
+arguments runs the next implementation of its chain. Torch's kernels count as "cuda" and as "triton".
 """
 import contextlib
 import os
@@ -21,16 +21,17 @@ VARIABLE = "TORCHSPARSEKV_KERNELS"
 
 class Implementation(NamedTuple):
     """`fits` gets the arguments of the op. It returns the first argument of `launch`, or the reason (a string) why the
-    implementation cannot run."""
+    implementation cannot run. `serves` says whether the implementation is meant for the arguments; None: for all."""
 
     kind: str
     launch: Callable
     fits: Callable | None = None
+    serves: Callable | None = None
 
 
-def cuda(fits: Callable, launch: Callable) -> Implementation:
+def cuda(fits: Callable, launch: Callable, serves: Callable | None = None) -> Implementation:
     """CUDA C++ of csrc/. `fits` returns the compiled kernels."""
-    return Implementation("cuda", launch, fits)
+    return Implementation("cuda", launch, fits, serves)
 
 
 def triton(launch: Callable) -> Implementation:
@@ -86,13 +87,14 @@ class Chain:
         self.kinds = tuple(i.kind for i in chain)
         self.unforced_on_cpu = next((i.launch for i in chain if i.kind == TORCH), reference)
 
-    def candidates(self, kind: str | None) -> tuple[Implementation, ...]:
-        """The implementations that may run if `kind` is forced."""
+    def candidates(self, kind: str | None, things: tuple) -> tuple[Implementation, ...]:
+        """The implementations that may run with these arguments if `kind` is forced."""
         if kind == "reference":
             return ()
-        if kind is None or (kind == "cuda" and "cuda" not in self.kinds):
-            return self.chain
-        return tuple(i for i in self.chain if i.kind in (kind, TORCH))
+        serving = tuple(i for i in self.chain if i.serves is None or i.serves(*things))
+        if kind is None or (kind == "cuda" and all(i.kind != "cuda" for i in serving)):
+            return serving
+        return tuple(i for i in serving if i.kind in (kind, TORCH))
 
     def run(self, things: tuple, kind: str | None) -> Any:
         """Run the first implementation that fits, on a CUDA device or in the interpreter."""
@@ -109,7 +111,7 @@ class Chain:
     def _first(self, things: tuple, kind: str | None) -> tuple[Implementation, Any, dict[str, str]]:
         """The first implementation that fits, its first argument, and the reasons why those before it cannot run."""
         reasons: dict[str, str] = {}
-        for one in self.candidates(kind):
+        for one in self.candidates(kind, things):
             found = one.fits(*things) if one.fits else None
             if not isinstance(found, str):
                 return one, found, reasons

@@ -81,10 +81,12 @@ def _resident(dim: int) -> int:
     return RESIDENT if dim <= 128 else 1  # because of the registers
 
 
+def _is_packed(q, pool, lengths, attention) -> bool:
+    return pool.dtype is PACKED
+
+
 def _fits(q, pool, lengths, attention) -> _cuda.Module | str:
     dim, group = q.shape[3], q.shape[1] // pool.shape[1]
-    if pool.dtype is not PACKED:
-        return "the pool is not packed"
     why = _native.refused(q, pool.shape[1], None, pool)  # the kernel does not read sink logits
     return why or _cuda.load("dense_attention", q.device, **constants(dim, group, q.dtype))
 
@@ -116,6 +118,6 @@ def _launch_triton(q, pool, lengths, attention) -> Tensor:
 
 
 dense_attention = register(
-    "dense_attention", reference, impls=(by_cuda(_fits, _launch_cuda), by_triton(_launch_triton)), fake=result_like,
+    "dense_attention", reference, impls=(by_cuda(_fits, _launch_cuda, _is_packed), by_triton(_launch_triton)), fake=result_like,
     check=check,
 )  # fmt: skip

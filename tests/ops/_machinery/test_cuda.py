@@ -190,7 +190,18 @@ def test_forced_kind_runs(name, kind, monkeypatch):
         assert all(map(same, call(name), want))
     expected = "triton" if kind == "cuda" and kind not in entry.chain.kinds else kind
     assert ran == ["reference", expected]
-    assert {one.kind for one in entry.chain.candidates("triton")} == {"triton"}
+    assert {one.kind for one in entry.chain.candidates("triton", ())} == {"triton"}
+
+
+def test_a_cuda_kernel_may_be_for_some_arguments_only():
+    """Others go on along the chain, also where CUDA C++ is forced, as in an op without it."""
+    some = _impl.cuda(lambda x: "too large", lambda *_: None, serves=lambda x: x > 0)
+    chain = _impl.Chain("some", (some, _impl.triton(lambda x: "by triton")), lambda x: "by the reference")
+    assert chain.run((-1,), "cuda") == chain.run((-1,), None) == chain.run((1,), None) == "by triton"
+    assert chain.chosen(-1) == ("triton", {})
+    assert chain.chosen(1) == ("triton", {"cuda": "too large"})
+    with pytest.raises(RuntimeError, match="some: kernels='cuda' cannot run here: cuda: too large"):
+        chain.run((1,), "cuda")
 
 
 @pytest.mark.parametrize("name", ["prompt_attention", "table_prompt", "snap_tokens"])

@@ -117,12 +117,16 @@ def test_programs_of_few_heads_run_at_once_and_of_many_in_rounds(monkeypatch):
 @pytest.mark.parametrize(
     ("dim", "group", "dtype", "packed", "why"),
     [
-        (128, 4, torch.bfloat16, False, "not packed"), (96, 4, torch.bfloat16, True, "head_dim 96"),
+        (128, 4, torch.bfloat16, False, None), (96, 4, torch.bfloat16, True, "head_dim 96"),
         (128, 9, torch.bfloat16, True, "9 query heads a kv head"),
         (128, 4, torch.float32, True, "queries in torch.float32"),
     ],
 )  # fmt: skip
 def test_triton_takes_other_shapes(dim, group, dtype, packed, why):
+    """And pools that are not packed, for which there is no CUDA kernel."""
     pool = torch.zeros(1, HEADS, 16, *row_shape(dim, PACKED if packed else dtype), dtype=PACKED if packed else dtype)
     q = torch.zeros(1, group * HEADS, 1, dim, dtype=dtype)
-    assert why in DENSE._fits(q, pool, until([16], 0), Attention(1.0))
+    kind, reasons = ENTRY.chain.chosen(q, pool, until([16], 0), Attention(1.0))
+    assert kind == "triton"
+    assert reasons.keys() == ({"cuda"} if why else set())
+    assert not why or why in reasons["cuda"]
