@@ -32,11 +32,18 @@ __device__ inline Words load_once(const void* from) {
   return x;
 }
 
-// 8 such bytes.
-__device__ inline uint2 load_once_8(const void* from) {
-  uint2 x;
-  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from) : "memory");
-  return x;
+// Start to copy 16 bytes from global to shared memory; zeros if not `real`.
+__device__ inline void copy_async(void* to, const void* from, bool real) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
+               ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+
+// End a group of a thread's copies.
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Wait until all groups of this thread but the last LEFT are there.
+template <int LEFT> __device__ inline void wait_for_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
 }
 
 // Two numbers as fp16, or as bf16 with BRAIN; the first in the lower bits.

@@ -107,9 +107,12 @@ class Module:
         finally:
             self._do("cuThreadExchangeStreamCaptureMode", byref(mode))
 
-    def launch(self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0) -> None:
-        """Launch on the current stream, with `shared` bytes of dynamic shared memory. Small grids launch early, as
-        in Triton (`launch_early`)."""
+    def launch(
+        self, name: str, grid: Sequence[int], threads: int, *args: Argument, shared: int = 0,
+        percent: int = _SHARED_PERCENT,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream, with `shared` bytes of dynamic shared memory. Small grids launch early, as in
+        Triton (`launch_early`). percent: the part of a multiprocessor's L1 memory that is shared memory."""
         values = [_argument(a) for a in args]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         attribute = _Attribute(_EARLY, 0, (c_int * 16)(1))
@@ -117,14 +120,14 @@ class Module:
         chain = int(launch_early(self.device, grid[0] * grid[1] * grid[2])["PDL"])
         block = (c_uint * 3)(threads, 1, 1)
         config = _Config((c_uint * 3)(*grid), block, shared, stream, ctypes.addressof(attribute), chain)
-        self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared), pointers, None)
+        self._do("cuLaunchKernelEx", byref(config), self._kernel(name, shared, percent), pointers, None)
 
-    def _kernel(self, name: str, shared: int) -> c_void_p:
+    def _kernel(self, name: str, shared: int, percent: int) -> c_void_p:
         """A kernel, allowed to use the largest dynamic shared memory that any launch has asked for."""
         kernel, allowed = self.kernels.get(name, (c_void_p(), -1))
         if allowed < 0:
             self._do("cuModuleGetFunction", byref(kernel), self.module, name.encode())
-            self._do("cuFuncSetAttribute", kernel, _CARVEOUT, _SHARED_PERCENT)
+            self._do("cuFuncSetAttribute", kernel, _CARVEOUT, percent)
         if shared > allowed:
             self._do("cuFuncSetAttribute", kernel, _MAX_SHARED, shared)
             self.kernels[name] = kernel, shared

@@ -10,6 +10,8 @@ Returns: out [batch, q_heads, 1, dim]; NaN for a row with length -1.
 Launches: programs over contiguous shares of the pool, then one launch that combines their parts. Over a packed pool the
 programs are those of csrc/dense_attention.cu, if it takes the shapes, else of Triton.
 """
+import math
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,22 @@ from torchsparsekv.ops._machinery import cuda as _cuda
 from torchsparsekv.ops._machinery.chain import cuda as by_cuda
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
-from torchsparsekv.ops._machinery.triton import cdiv, launch_early, sm_count, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    shared_bytes,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.attend import _native
 from torchsparsekv.ops.attend._split import Parts, begun, result_like, softmax_attention, step, store_part, tile_of
-from torchsparsekv.ops.store.rows import PACKED, as_numbers, row_at
+from torchsparsekv.ops.store.rows import PACKED, as_numbers, row_at, row_shape
 from torchsparsekv.ops.store.views import Attention, Lengths, Pool, Query
 
 RESIDENT, WAVES = 2, 8  # programs on a multiprocessor, at most; rounds of programs of a large batch
+STAGES = 4  # tiles in the queue of a warp, at most
 
 
 def check(q, pool, lengths, attention) -> None:
@@ -72,13 +83,25 @@ def reads_packed(dim: int, group: int) -> bool:
     return dim in _native.DIMS and group <= _native.MOST_HEADS
 
 
-def constants(dim: int, group: int, dtype: torch.dtype) -> dict[str, int]:
+def constants(dim: int, group: int, dtype: torch.dtype, resident: int, stages: int) -> dict[str, int]:
     """The constants with which csrc/dense_attention.cu is compiled."""
-    return dict(D=dim, G=group, BF16=int(dtype == torch.bfloat16), WARPS=_native.WARPS, RESIDENT=_resident(dim))
+    bf16 = int(dtype == torch.bfloat16)
+    return dict(D=dim, G=group, BF16=bf16, WARPS=_native.WARPS, RESIDENT=resident, STAGES=stages)
 
 
-def _resident(dim: int) -> int:
-    return RESIDENT if dim <= 128 else 1  # because of the registers
+def _tile_bytes(dim: int) -> int:
+    """Bytes of a tile for each warp of a program."""
+    return _native.WARPS * _native.TILE * math.prod(row_shape(dim, PACKED))
+
+
+def _queue(device: torch.device, dim: int) -> tuple[int, int]:
+    """Programs on a multiprocessor, and tiles that wait in the queue of each warp."""
+    static, own, tile = 64 * _native.WARPS, shared_bytes(device), _tile_bytes(dim)
+    for resident in (RESIDENT, 1) if dim <= 128 else (1,):  # wide heads take all registers
+        room = (own + _native.RESERVED) // resident - _native.RESERVED - static
+        if (stages := room // tile) > 1:
+            break
+    return resident, min(stages, STAGES)
 
 
 def _is_packed(q, pool, lengths, attention) -> bool:
@@ -87,19 +110,21 @@ def _is_packed(q, pool, lengths, attention) -> bool:
 
 def _fits(q, pool, lengths, attention) -> _cuda.Module | str:
     dim, group = q.shape[3], q.shape[1] // pool.shape[1]
-    why = _native.refused(q, pool.shape[1], None, pool)  # the kernel does not read sink logits
-    return why or _cuda.load("dense_attention", q.device, **constants(dim, group, q.dtype))
+    if why := _native.refused(q, pool.shape[1], None, pool):  # the kernel does not read sink logits
+        return why
+    return _cuda.load("dense_attention", q.device, **constants(dim, group, q.dtype, *_queue(q.device, dim)))
 
 
 def _launch_cuda(kernels, q, pool, lengths, attention) -> Tensor:
     """csrc/dense_attention.cu"""
     (batch, heads, rows), d = pool.shape[:3], q.shape[3]
-    tiles = cdiv(rows, _native.TILE * _native.WARPS)
-    parts = Parts(q, heads, tiles, _splits(q.device, batch * heads, _resident(d)))
+    tiles, (resident, stages) = cdiv(rows, _native.TILE * _native.WARPS), _queue(q.device, d)
+    parts = Parts(q, heads, tiles, _splits(q.device, batch * heads, resident))
+    sums = _native.dynamic_bytes(d, parts.group, _native.WARPS, cluster=1, tiles=tiles, groups=0)
     kernels.launch(
         "attend", (batch * heads, parts.splits, 1), 32 * _native.WARPS, q, pool, lengths.length, parts.acc, parts.top,
         parts.total, q.stride(0), q.stride(1), heads, rows, parts.gp, float(attention.scale), float(attention.softcap),
-        shared=_native.dynamic_bytes(d, parts.group, _native.WARPS, cluster=1, tiles=tiles, groups=0),
+        shared=max(sums, stages * _tile_bytes(d)), percent=100,
     )  # fmt: skip
     return parts.combine(q, lengths.length, attention.sink_logits)
 
@@ -118,6 +143,6 @@ def _launch_triton(q, pool, lengths, attention) -> Tensor:
 
 
 dense_attention = register(
-    "dense_attention", reference, impls=(by_cuda(_fits, _launch_cuda, _is_packed), by_triton(_launch_triton)), fake=result_like,
-    check=check,
+    "dense_attention", reference, impls=(by_cuda(_fits, _launch_cuda, _is_packed), by_triton(_launch_triton)),
+    fake=result_like, check=check,
 )  # fmt: skip

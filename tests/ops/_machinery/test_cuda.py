@@ -58,8 +58,9 @@ VARIANTS = {
         for p, warps, c, rest in ((16, 11, 8, 0), (1, 16, 1, 64), (1, 8, 1, 0), (16, 16, 8, 64))
     ],
     "dense_attention": [
-        DENSE.constants(d, g, dtype)
-        for d, g, dtype in ((64, 8, torch.float16), (128, 4, torch.bfloat16), (256, 7, torch.bfloat16))
+        DENSE.constants(d, g, dtype, resident, stages)
+        for d, g, dtype, resident, stages in ((64, 8, torch.float16, 2, 4), (128, 4, torch.bfloat16, 2, 3),
+                                              (128, 8, torch.bfloat16, 1, 2), (256, 7, torch.bfloat16, 1, 3))
     ],
     "fetch": [
         FETCH.native(n, torch.empty((1, 1, slots, p, 2, dim), dtype=dtype, device="meta"), torch.empty(0, dtype=pool))

@@ -111,7 +111,19 @@ def test_programs_of_few_heads_run_at_once_and_of_many_in_rounds(monkeypatch):
     monkeypatch.setattr(DENSE, "sm_count", lambda _: 132)
     splits = [DENSE._splits(DEVICE, heads) for heads in (8, 33, 34, 408, 5000)]
     assert splits == [33, 8, 63, 6, 1]
-    assert DENSE._splits(DEVICE, 8, DENSE._resident(256)) == 16
+    assert DENSE._splits(DEVICE, 8, 1) == 16
+
+
+@pytest.mark.parametrize(
+    ("gpu", "most", "want"),
+    [("H200", 232_448, {64: (2, 4), 128: (2, 3), 256: (1, 3)}),
+     ("A100", 166_912, {64: (2, 4), 128: (2, 2), 256: (1, 2)}),
+     ("RTX 4090", 101_376, {64: (2, 2), 128: (1, 2), 256: (1, 1)})],
+)  # fmt: skip
+def test_a_queue_fits_shared_memory(gpu, most, want, monkeypatch):
+    """Several programs on a multiprocessor, if each warp then has room for two tiles."""
+    monkeypatch.setattr(DENSE, "shared_bytes", lambda _: most)
+    assert {dim: DENSE._queue(DEVICE, dim) for dim in shapes.DIMS} == want
 
 
 @pytest.mark.parametrize(
