@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import torchsparsekv
 from torchsparsekv.method import all_methods
+from torchsparsekv.ops.store.rows import PACKED, as_numbers
 from torchsparsekv_benchmarks import _traces
 from torchsparsekv_benchmarks.quality import board, replay, suite, trace
 from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
@@ -31,14 +32,18 @@ def how(method: str) -> dict:
     return dict(method=method, max_length=512, budget=64, sink=32, window=64, skip_layers=1)
 
 
-@pytest.mark.parametrize("method", sorted(all_methods()))
-def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "pool_dtype"), [*((m, None) for m in sorted(all_methods())), ("quest", "int8")]
+)
+def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, pool_dtype, monkeypatch):
+    """In dense layers in 8 bits too, which store rotated keys: their rounding moves the numbers of later layers."""
+    rounded = dict(atol=1e-4, rtol=0) if pool_dtype else {}
     monkeypatch.setattr(replay, "QUERIES", 200)
-    model, rows = tiny(num_hidden_layers=3), prompts([300, 257])
+    model, rows = tiny(num_hidden_layers=3, head_dim=64 if pool_dtype else 16), prompts([300, 257])
     ids, pad = replay.padded(rows, model.device)
     recording = replay.record(model, ids, pad, methods=[method])
     mask = (torch.arange(300) >= pad[:, None]).long()
-    with torchsparsekv.patch(model, **how(method)) as handle, torch.no_grad():
+    with torchsparsekv.patch(model, **how(method), pool_dtype=pool_dtype) as handle, torch.no_grad():
         read_itself = handle.make_cache(2, 512)
         positions = (torch.arange(300) - pad[:, None]).clamp_min(0)
         logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=read_itself).logits[:, -1]
@@ -49,9 +54,13 @@ def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, monk
         assert torch.equal(*said)
         for i, layer in replayed.stored.items():
             for (buffer, mine), (_, its) in zip(layer.state.tensors(), read_itself.stored[i].state.tensors()):
+                if mine is layer.state.store.pool and mine.dtype is PACKED:  # a number may be rounded to the next one
+                    numbers = [as_numbers(x, torch.float32) for x in (mine, its)]
+                    torch.testing.assert_close(*numbers, atol=float(numbers[0].abs().max()) / 100, rtol=0)
+                    continue
                 assert buffer.counts or torch.equal(mine, its) or mine.is_floating_point(), (i, buffer)
                 if mine.is_floating_point() and mine.dtype.itemsize > 1:
-                    torch.testing.assert_close(mine, its)
+                    torch.testing.assert_close(mine, its, **rounded)
 
 
 @pytest.fixture(scope="module")

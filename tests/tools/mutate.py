@@ -48,7 +48,29 @@ LISTED, BLOCK_REST = "ops/engine/listed_attention.py", "ops/engine/_remaining.py
 ENGINE_RESTS = "tests/ops/engine/test_engine_blocks.py::test_random_requests_equal_brute_force[device-rest]"
 LISTED_KERNELS = "tests/ops/engine/test_listed_attention.py::test_kernels_equal_reference_with_the_rest"
 FILLED_SUMS = "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference[filled_sums-triton]"
+SPREAD, INT8 = "ops/store/spread_channels.py", "tests/patches/test_pool_dtype.py"
+LARGE_CHANNEL = f"{INT8}::test_a_large_channel_of_the_keys_costs_a_dense_layer_little"
 MUTATIONS = (
+    Mutation("keys are not rotated", "torchsparsekv/method.py",
+             "return spread_channels(q, k) if packed else (q, k)", "return q, k", LARGE_CHANNEL),
+    Mutation("a prompt is stored without rotation", "torchsparsekv/method.py",
+             "        q, k = self.spread(s, q, k)\n        if self._attends == \"window\":",
+             "        if self._attends == \"window\":", LARGE_CHANNEL),
+    Mutation("rotated queries have the length of keys", SPREAD, "2.0**half / block", "2.0**-half",
+             "tests/ops/store/test_spread_channels.py::test_products_are_those_of_the_definition"),
+    Mutation("the block of a channel is not looked at", SPREAD, "i // B == j // B", "i >= 0",
+             "tests/ops/store/test_spread_channels.py::test_products_are_those_of_the_definition"),
+    Mutation("dense layers are packed where that is slower", "patches/_plan.py",
+             "slower = self._dense_among_others(i) and", "slower = False and", INT8),
+    Mutation("a replayed prompt is not rotated", "benchmarks/quality/replay.py",
+             "asked, k = layer.method.spread(layer.state, queries, k[:, :, :tokens])",
+             "asked, k = queries, k[:, :, :tokens]", "tests/benchmarks/test_board.py -k read"),
+    Mutation("rows of a batch replay the same steps", "benchmarks/speed/_replay.py",
+             "rows = torch.arange(batch) * steps // batch", "rows = torch.zeros(batch, dtype=torch.int64)",
+             "tests/benchmarks/test_board.py::test_layers_attend_to_what_a_trace_has"),
+    Mutation("where CUDA C++ is forced, all arguments need it", "ops/_machinery/chain.py",
+             "all(i.kind != \"cuda\" for i in serving)", "\"cuda\" not in self.kinds",
+             "tests/ops/_machinery/test_cuda.py::test_a_cuda_kernel_may_be_for_some_arguments_only"),
     Mutation("beta above 30K is 0.001", PARIS, "(None, 0.05, 0.7)", "(None, 0.001, 0.7)", DEFAULT),
     Mutation("the heads of a group choose by their mean query", PARIS,
              'group: str = option("max"', 'group: str = option("mean"', DEFAULT),
