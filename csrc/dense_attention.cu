@@ -100,7 +100,8 @@ __device__ void add_values(State& s, const Tokens& tokens, const float (&p)[4]) 
   }
 }
 
-// A warp starts to copy tokens `first` up to `stop`, at most 16, to shared memory; the others of the tile become zeros.
+// A warp starts to copy tokens `first` up to `stop`, at most 16, to shared memory; the others of the tile become zeros. If there
+// is none, it copies nothing, and ends its group of copies all the same.
 __device__ void copy(char* tile, const char* pool, long long head, int rows, int first, int stop) {
   if (first < stop) {
     const char* const from = Pool::row_at(pool, head, rows, first);
@@ -114,7 +115,7 @@ __device__ void copy(char* tile, const char* pool, long long head, int rows, int
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     const unsigned short* q, const char* pool, const int* length, float* parts, float* tops, float* totals, int q_b,
     int q_h, int heads, int rows, int padded_heads, float scale, float softcap) {
-  extern __shared__ __align__(16) char shared[];  // [WARPS, STAGES, BYTES], then sums: fp32 [WARPS, G, STRIDE]
+  extern __shared__ __align__(16) char shared[];  // the queues [WARPS, STAGES, BYTES]; in their place, at the end, the sums
   const int bh = blockIdx.x, b = bh / heads, h = bh % heads;
   const long long part = ((long long)bh * gridDim.y + blockIdx.y) * padded_heads;
   wait_for_previous();

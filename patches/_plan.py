@@ -102,7 +102,8 @@ class Plan:
         if self.pool_dtype is None:
             return ()
         own, pool = (str(d).removeprefix("torch.") for d in (self.dtype, self.pool_dtype))
-        said = f"the pool holds keys and values in {pool} with scales, the model computes in {own}"
+        but = ", except in dense layers" if any(map(self._dense_in_own_type, self.attending)) else ""
+        said = f"the pool holds keys and values in {pool} with scales{but}, the model computes in {own}"
         return (f"pool_dtype {pool}: {said}",)
 
     def reused(self) -> list[str]:
@@ -123,6 +124,11 @@ class Plan:
             return False
         return not all(t.attends in ("everything", "window") for t in self.traits if t)
 
+    def _dense_in_own_type(self, i: int) -> bool:
+        """True for a dense layer among sparse ones that would be slower over a packed pool."""
+        layer = self.layers[i]
+        return layer is not None and self._dense_among_others(i) and not reads_packed(layer.head_dim, layer.group)
+
     def most_budgets(self, length: int) -> int:
         """How many budgets make up `length` tokens, at the smallest budget; 0 if no layer has hot_budgets="auto"."""
         sized = (m for m, t in zip(self.methods, self.traits) if m and t and t.attends == "selected")
@@ -135,8 +141,7 @@ class Plan:
             return {}
         rows = -(-max_length // method.block_size) * method.block_size
         sizes = (batch, layer.kv_heads, layer.head_dim, rows, self.dtype, layer.group)
-        slower = self._dense_among_others(i) and not reads_packed(layer.head_dim, layer.group)
-        pool = None if slower else self.pool_dtype
+        pool = None if self._dense_in_own_type(i) else self.pool_dtype
         g = Geometry(*sizes, i, len(self.layers), i in self.anchors, pool, hot_budgets)
         return checked(method.buffers(g), method.prefetch_async is not None)
 

@@ -437,8 +437,9 @@ class Method:
 
     @final
     def spread(self, s: LayerState, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as `ingest` and attention take them. A packed pool that is attended to as a whole, which the
-        first layers of a model have, holds rotated keys, since the keys of these layers lose most in 8 bits."""
+        """Queries and keys as `ingest` and attention take them. A layer that attends to its whole packed pool stores
+        rotated keys: such a layer is among the first of the model, whose keys lose most in 8 bits, or all layers are.
+        """
         packed = self._attends == "everything" and s.store.pool.dtype is PACKED
         return spread_channels(q, k) if packed else (q, k)
 

@@ -54,15 +54,15 @@ def throughput(at_32k: Result, small: Result, at_128k: Result) -> str:
     said = (
         f"{gpu(*every)}, {shape(*every)}, the largest batch that fits {o['caps_gib'][0]:g} GiB of GPU memory and "
         f"{o['host_share'] * o['host_gib']:.0f} GiB of host memory ({o['host_share']:g} of {o['host_gib']:g} GiB). "
-        "Dense attention is on the GPU. The pool of the methods is in host memory, except for two dense layers; their "
-        f"hot buffers, in budgets, hold {span(share, 0)} % of the tokens. Replay: each layer fetches the blocks that "
-        "heads of Qwen2.5-Coder-1.5B selected after 32K or 120K of source code. Over dense: tokens a second, divided "
-        "by those of the fastest dense attention in 16 bits of the same run. Over dense, int8: divided by those of our "
-        "dense attention in 8 bits."
+        "Dense attention is on the GPU. The pool of the methods is in host memory, that of their two dense layers on "
+        f"the GPU; hot buffers, in budgets, hold {span(share, 0)} % of the tokens. Replay: each layer fetches the "
+        "blocks that heads of Qwen2.5-Coder-1.5B selected after 32K or 120K of source code. Over dense: tokens a "
+        "second, divided by those of the fastest dense attention in 16 bits of the same run. Over dense, int8: divided "
+        "by those of our dense attention in 8 bits, for `pariskv` of another run."
     )
     rows: list[list[object]] = []
-    for r, whole in ((at_32k, at_32k), (small, at_32k), (at_128k, at_128k)):
-        dense = [x for x in r.rows if x["method"] in DENSE and r is whole]
+    for r, packed in ((at_32k, at_32k), (small, at_32k), (at_128k, at_128k)):
+        dense = [x for x in r.rows if x["method"] in DENSE and r is packed]
         for x in (*dense, *(x for x in r.rows if x["method"] not in DENSE)):
             ours = x["method"] not in DENSE
             name = f"`{x['method']}`" + " + rest" * estimates(r, x) if ours else named(x)
@@ -70,7 +70,7 @@ def throughput(at_32k: Result, small: Result, at_128k: Result) -> str:
                 tokens(x["context"]), name, r.options["budget"] if ours else "-",
                 "int8" if ours or "pool" in x else "16 bits", x["batch"], _held(x) or "-", number(x.get("hit_rate")),
                 number(x["tpot_ms"]), number(x["p99_ms"]), number(x["tokens_per_s"], 0),
-                times(x["tokens_per_s"] / _of_dense(r)), times(x["tokens_per_s"] / _of_dense(whole, "int8")),
+                times(x["tokens_per_s"] / _of_dense(r)), times(x["tokens_per_s"] / _of_dense(packed, "int8")),
                 number(x.get("device_GiB"), 0), number(x.get("host_GiB"), 0),
             ])  # fmt: skip
     head = ["context", "method", "budget", "pool", "batch", "hot buffer", "hits", "ms a step", "99th percentile",

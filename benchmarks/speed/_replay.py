@@ -1,4 +1,4 @@
-"""Steps that fetch and attend to the blocks of a trace, instead of those that their layers choose.
+"""Steps that fetch and attend to the blocks of a trace, instead of the blocks that their layers choose.
 
 One kernel puts the blocks of all layers in place before the step begins. So the step itself has the same kernels as
 without a trace.
@@ -11,8 +11,8 @@ from torchsparsekv.state import LayerState, mark_static
 
 @torch.library.custom_op("torchsparsekv_benchmarks::instead_of", mutates_args=("blocks",))
 def instead_of(chosen: Tensor, blocks: Tensor) -> None:
-    """Does nothing, and launches nothing. To a compiler it makes `blocks` from `chosen`: so compiled code computes the
-    choice of the method too, and before the fetch."""
+    """Does nothing, and launches nothing. It only claims to change `blocks`, so that a compiler keeps the choice of the
+    method, and keeps it before the fetch."""
 
 
 class Replay:

@@ -24,7 +24,7 @@ from torchsparsekv.ops._machinery.triton import launch_early
 _MAX_SHARED, _CARVEOUT, _EARLY = 8, 9, 6
 # The percentage of a multiprocessor's L1 memory that is shared memory. By default the driver chooses a share for each
 # kernel. Kernels with different shares cannot overlap, and a change takes time: four kernels took 27.0 us with one
-# share, and 30.5 us with several.
+# share, and 30.5 us with several. Only kernels that take far longer than a change ask for another share.
 _SHARED_PERCENT = 40
 _NO_CONTEXT = 201
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -112,7 +112,8 @@ class Module:
         percent: int = _SHARED_PERCENT,
     ) -> None:  # fmt: skip
         """Launch on the current stream, with `shared` bytes of dynamic shared memory. Small grids launch early, as in
-        Triton (`launch_early`). percent: the part of a multiprocessor's L1 memory that is shared memory."""
+        Triton (`launch_early`). percent: the part of a multiprocessor's L1 memory that is shared memory, set at the
+        first launch of a kernel."""
         values = [_argument(a) for a in args]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         attribute = _Attribute(_EARLY, 0, (c_int * 16)(1))

@@ -78,8 +78,8 @@ def _splits(device: torch.device, heads: int, resident: int = RESIDENT) -> int:
 
 
 def reads_packed(dim: int, group: int) -> bool:
-    """Whether csrc/dense_attention.cu takes heads of `dim` channels, `group` query heads a kv head. Triton takes other
-    heads, and longer over a packed pool than over one in 16 bits."""
+    """Whether csrc/dense_attention.cu takes heads of `dim` channels, `group` query heads a kv head. For other heads
+    Triton runs, and is slower over a packed pool than over one in 16 bits."""
     return dim in _native.DIMS and group <= _native.MOST_HEADS
 
 

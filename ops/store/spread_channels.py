@@ -1,13 +1,13 @@
 """Rotate queries and keys, so that no channel of a key is much larger than the others of its group.
 
-    q' = a q H,  k' = b k H    so that q'.k' = q.k
+    q' = a q H,  k' = b k H    so that q'.k' = q.k, but for rounding
 
 Layers that attend to a whole packed pool store rotated keys. 64 channels of a packed key share a scale. In the first
-layers of a model a few channels are far larger than the others, which then lose most of their 8 bits. A channel of a
-rotated key has a part of many channels.
+layers of a model a few channels are far larger than the others, which then lose most of their 8 bits. Each rotated
+channel is a sum of the channels of its block, with signs.
 
-H has a Hadamard matrix of `block_of(dim)` rows for each block of channels. `a` and `b` are powers of two with a product
-of 1 / block_of(dim), so multiplying by them rounds nothing.
+H is block-diagonal, with a Hadamard matrix for each block of `block_of(dim)` channels. `a` and `b` are powers of two
+with a product of 1 / block_of(dim), so multiplying by them rounds nothing.
 
 Args:
     q [batch, q_heads, tokens, dim]; k [batch, heads, tokens, dim]

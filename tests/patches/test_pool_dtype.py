@@ -212,7 +212,10 @@ def test_fetched_bytes_are_counted_at_int8_size():
 
 
 def test_report_and_repr_name_the_pool_dtype():
-    said = "pool_dtype int8: the pool holds keys and values in int8 with scales, the model computes in float32"
+    said = "pool_dtype int8: the pool holds keys and values in int8 with scales{}, the model computes in float32"
+    with patched(tiny(head_dim=64), "quest") as handle:
+        assert handle.report().notes == (said.format(""),)
+    said = said.format(", except in dense layers")
     with patched(tiny(), "quest") as handle:
         assert "pool_dtype='int8'" in repr(handle)
         cache = handle.make_cache()

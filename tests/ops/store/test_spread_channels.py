@@ -11,7 +11,7 @@ SIZES = {8: 8, 20: 4, 33: 1, 48: 16, 80: 16, 96: 32, 128: 128, 256: 128}  # chan
 
 
 @pytest.mark.parametrize(("dim", "block"), SIZES.items())
-def test_products_are_those_of_the_definition(dim, block):
+def test_rotation_keeps_products(dim, block):
     """With integers no number is rounded, so all implementations agree to the last bit."""
     assert block_of(dim) == block <= MOST
     g = torch.Generator().manual_seed(0)
