@@ -32,18 +32,17 @@ def how(method: str) -> dict:
     return dict(method=method, max_length=512, budget=64, sink=32, window=64, skip_layers=1)
 
 
-@pytest.mark.parametrize(
-    ("method", "pool_dtype"), [*((m, None) for m in sorted(all_methods())), ("quest", "int8")]
-)
-def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(method, pool_dtype, monkeypatch):
+@pytest.mark.parametrize("name", [*sorted(all_methods()), "quest-int8"])
+def test_replayed_prompts_leave_the_state_of_prompts_that_were_read(name, monkeypatch):
     """In dense layers in 8 bits too, which store rotated keys: their rounding moves the numbers of later layers."""
-    rounded = dict(atol=1e-4, rtol=0) if pool_dtype else {}
+    method, _, packed = name.partition("-")
+    rounded = dict(atol=1e-4, rtol=0) if packed else {}
     monkeypatch.setattr(replay, "QUERIES", 200)
-    model, rows = tiny(num_hidden_layers=3, head_dim=64 if pool_dtype else 16), prompts([300, 257])
+    model, rows = tiny(num_hidden_layers=3, head_dim=64 if packed else 16), prompts([300, 257])
     ids, pad = replay.padded(rows, model.device)
     recording = replay.record(model, ids, pad, methods=[method])
     mask = (torch.arange(300) >= pad[:, None]).long()
-    with torchsparsekv.patch(model, **how(method), pool_dtype=pool_dtype) as handle, torch.no_grad():
+    with torchsparsekv.patch(model, **how(method), pool_dtype=packed or None) as handle, torch.no_grad():
         read_itself = handle.make_cache(2, 512)
         positions = (torch.arange(300) - pad[:, None]).clamp_min(0)
         logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=read_itself).logits[:, -1]
