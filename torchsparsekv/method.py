@@ -437,9 +437,8 @@ class Method:
 
     @final
     def spread(self, s: LayerState, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and keys as `ingest` and attention take them. A layer that attends to its whole packed pool stores
-        rotated keys: such a layer is among the first of the model, whose keys lose most in 8 bits, or all layers are.
-        """
+        """Queries and keys as `ingest` and attention take them. They are rotated in a layer that attends to its whole
+        packed pool. Such layers are usually the first of a model, whose keys lose most in 8 bits."""
         packed = self._attends == "everything" and s.store.pool.dtype is PACKED
         return spread_channels(q, k) if packed else (q, k)
 

@@ -102,8 +102,8 @@ def replay(recording: Recording, cache: SparseCache, tokens: int | None = None) 
         queries[:, :, tokens - last.shape[2] :] = last
         if layer.advances:
             layer.state.row_lengths.advance(tokens, recording.pad)
-        last_queries, k = layer.method.spread(layer.state, queries, k[:, :, :tokens])
-        layer.method.ingest(layer.state, last_queries, k, v[:, :, :tokens], a, join=True)
+        q, k = layer.method.spread(layer.state, queries, k[:, :, :tokens])
+        layer.method.ingest(layer.state, q, k, v[:, :, :tokens], a, join=True)
     wait_for_side_stream(recording.ids.device)
 
 

@@ -96,6 +96,10 @@ def speed_by_context(resident: Result, *results: Result) -> str:
     return markdown(said, ["context", "method", *COLUMNS], told)
 
 
+def _dense_ms(results: tuple[Result, ...]) -> str:
+    return span([x["tpot_ms"] for r in results for x in r.rows if x["method"] in DENSE])
+
+
 @table("speed-512k-int8", "h200_decode_512k_int8_256.json", "h200_decode_512k_int8.json")
 def speed_512k_int8(*results: Result) -> str:
     """The longest context with a pool in 8 bits."""
@@ -103,12 +107,11 @@ def speed_512k_int8(*results: Result) -> str:
         [f"`{x['method']}`", r.options["budget"], *cells(x)]
         for r in results for x in r.rows if x["method"] not in (*DENSE, "hf-static")
     ]  # fmt: skip
-    dense = [x["tpot_ms"] for r in results for x in r.rows if x["method"] in DENSE]
     said = (
         f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONGEST)}, batch 1, pool in 8 bits in "
         "host memory, two dense layers in 8 bits on the GPU, hot buffers of `auto`, without the rest; synthetic "
         f"queries of locality {results[0].options['locality']}. Times the floor: as above. Speed-up: over cuDNN's "
-        f"dense attention in 16 bits, {span(dense)} ms; dense attention in 8 bits was not measured here."
+        f"dense attention in 16 bits, {_dense_ms(results)} ms; dense attention in 8 bits was not measured here."
     )
     return markdown(said, ["method", "budget", *COLUMNS], told)
 
@@ -166,12 +169,11 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
 
 @table("speed-trace", *TRACED)
 def speed_trace(*results: Result) -> str:
-    dense = [x["tpot_ms"] for r in results for x in r.rows if x["method"] in DENSE]
     said = (
         f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONG)}, batch 1, pool in host memory. "
         "Replay: each layer fetches the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, after 120K of "
         f"source code. Hits: selected blocks that were in the hot buffer. {RATIOS} Dense attention, cuDNN's on the "
-        f"GPU, took {span(dense)} ms in these runs."
+        f"GPU, took {_dense_ms(results)} ms in these runs."
     )
     told = [[*names, *cells(x)[:-1]] for names, x in traced(*results)]
     return markdown(said, ["method", "budget", "hot buffer", *COLUMNS[:-1]], told)

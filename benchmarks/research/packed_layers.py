@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from torchsparsekv.ops.store.rows import CHANNELS, in_8_bits, scales_of
+from torchsparsekv.ops.store.rows import PACKED, as_stored, keys_of, rows_of
 from torchsparsekv.ops.store.spread_channels import spread_channels
 from torchsparsekv_benchmarks.quality import texts
 from torchsparsekv_benchmarks.quality.pretrained import pretrained
@@ -24,9 +24,7 @@ LAYERS = ("first two", "others")
 
 
 def rounded(x: Tensor) -> Tensor:
-    groups = x.unflatten(-1, (-1, CHANNELS))
-    scale = scales_of(groups)[..., None]
-    return (in_8_bits(groups, scale) * scale).flatten(-2)
+    return keys_of(as_stored(rows_of(x, x), torch.empty(0, dtype=PACKED)))
 
 
 def rotated(x: Tensor) -> Tensor:
