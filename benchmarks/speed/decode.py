@@ -25,7 +25,7 @@ from torchsparsekv_benchmarks import _results, _traces
 from torchsparsekv_benchmarks._options import Rows, at_least, check_also, different, option, repeats
 from torchsparsekv_benchmarks._progress import now
 from torchsparsekv_benchmarks.speed import _common, _dense, _inductor
-from torchsparsekv_benchmarks.speed._replay import Replay
+from torchsparsekv_benchmarks.speed._replay import Replay, replay_in_cache
 from torchsparsekv_benchmarks.speed._synthetic import Topics
 from torchsparsekv_benchmarks.speed._text_rates import nearest
 
@@ -280,7 +280,7 @@ def rows_of_method(model, name: str, o: Options, batch: int, context: int) -> It
         bank = bank_of(topics, near.get("locality", o.locality), device, o.turning)
         steer(cache, bank)
         if o.trace and handle.planned.method.traits.attends == "selected":
-            replay = Replay(cache, _traces.read(Path(o.trace), name, handle.planned.method.budget))
+            replay = replay_in_cache(cache, _traces.read(Path(o.trace), name, handle.planned.method.budget))
             steered: dict = {"trace": Path(o.trace).name}
         else:
             replay, steered = None, dict(near)

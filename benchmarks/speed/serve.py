@@ -5,7 +5,8 @@ native code: with `--native`, norms and activations of all places are native ker
 With `--compiled`, torch.compile makes these kernels, which is vLLM's default.
 
 Prompts are stored, not computed: their layers skip attention and MLP. Decode steps of the whole engine are timed,
-scheduler and sampler included. An engine that fails gets a row that says so, and the next one is measured.
+scheduler and sampler included. With `--trace` the layers of ours choose, and then take the blocks of a real model
+instead. An engine that fails gets a row that says so, and the next one is measured.
 """
 import contextlib
 import dataclasses
@@ -28,9 +29,10 @@ from torchsparsekv.engines import _blocks
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
 from torchsparsekv.engines._vllm_seams import seam
-from torchsparsekv_benchmarks import _results
+from torchsparsekv_benchmarks import _results, _traces
 from torchsparsekv_benchmarks._options import at_least, check_measured, different, option, parse, said
 from torchsparsekv_benchmarks.speed import _common, decode
+from torchsparsekv_benchmarks.speed._replay import Replay, replay_in_engine
 
 BACKENDS = {
     "triton": "TRITON_ATTN", "flash": "FLASH_ATTN", "flash-fp8": "FLASH_ATTN", "device": None, "host": None,
@@ -38,7 +40,9 @@ BACKENDS = {
 }  # fmt: skip
 OURS = tuple(place for place, backend in BACKENDS.items() if backend is None)
 NATIVE = tuple(place for place, backend in BACKENDS.items() if backend == "FLASH_ATTN")
-CHUNK, WARM = 8192, 8  # tokens of a step with prompts; steps before those that are timed
+CHUNK = 8192  # tokens of a step with prompts
+# Steps before those that are timed. In a replay the hot buffer then has what steps select again and again.
+WARM, WARM_REPLAY = 8, 64
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,14 @@ class Options:
     host_gib: float = option(0.0, "GiB of host memory for host and auto; 0: what the plugin takes by default.")
     device_gib: float = option(0.0, "GiB of the hot buffers of auto; 0: what the plugin takes by default.")
     grows: int = option(512, "Tokens that a request may generate.")
+    trace: str = option("", "Take the blocks of this file, from `torchsparsekv record`, instead of those chosen.")
     shared: bool = option(False, "One engine for all contexts of a place, made for the longest; else one for each.")
     isolated: bool = option(False, "Every engine in a process of its own.")
     limit: int = option(300, "With isolated: seconds after which an engine is given up.")
 
     def check(self) -> None:
         different(self, "contexts", "batches", "places", "methods")
-        at_least(self, contexts=1, batches=0, block=1, steps=1, most=1, limit=1, grows=self.steps + WARM + 2)
+        at_least(self, contexts=1, batches=0, block=1, steps=1, most=1, limit=1, grows=self.steps + self.warm + 2)
         check_measured(self.hyper, self.methods)
         for method in self.methods:
             read_options(self.ours(method), self.block)
@@ -79,7 +84,18 @@ class Options:
             raise ValueError(f"places {', '.join(these)} need native: vLLM with its native code")
         if self.compiled and not self.native:
             raise ValueError("compiled needs native: vLLM with its native code")
+        if self.trace and min(self.contexts) < (least := _traces.contents(Path(self.trace))[0]["length"]):
+            raise ValueError(f"{Path(self.trace).name} needs contexts of at least {least}, got {min(self.contexts)}")
+        for method in self.methods if self.trace else ():
+            self.selected(method)
 
+    @property
+    def warm(self) -> int:
+        return WARM_REPLAY if self.trace else WARM
+
+    def selected(self, method: str) -> torch.Tensor:
+        """The blocks of the trace that this method selected."""
+        return _traces.read(Path(self.trace), method, read_options(self.ours(method), self.block).method.budget)
 
     def ours(self, method: str) -> dict[str, Any]:
         """What the library is told of a method."""
@@ -90,7 +106,8 @@ class Options:
         if not method:
             return {}
         rest = read_options(self.ours(method), self.block).method.rest
-        return said(parse(self.hyper).get(method, {})) | ({"rest": rest} if rest else {})
+        steered = {"trace": Path(self.trace).name} if self.trace else {}
+        return said(parse(self.hyper).get(method, {})) | ({"rest": rest} if rest else {}) | steered
 
 
 @dataclass(frozen=True)
@@ -222,19 +239,26 @@ def engine(
 
 
 @contextlib.contextmanager
-def serving(o: Options, of: Engine) -> Iterator[Any]:
-    """An engine with random weights."""
+def serving(o: Options, of: Engine) -> Iterator[tuple[Any, Replay | None]]:
+    """An engine with random weights, and what puts the blocks of a trace in place, if there is one."""
     from transformers import AutoConfig
 
     fields = dict(_common.SHAPES[o.shape])
-    with tempfile.TemporaryDirectory() as folder:
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         config = AutoConfig.for_model(fields.pop("model_type"), **fields, pad_token_id=0, eos_token_id=None)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(folder)
-        with engine(folder, BACKENDS[of.place] or seam().NAME, **engine_options(o, of)) as llm:
-            llm.apply_model(_randomise)
-            with stored_prompts(o.most):
-                yield llm
+        replay = None
+        if o.trace and of.method:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            layers, heads = config.num_hidden_layers, config.num_key_value_heads
+            replay = Replay(o.selected(of.method), layers, o.most, heads, device)
+            stack.enter_context(replay_in_engine(read_options(o.ours(of.method), o.block).method, replay))
+        llm = stack.enter_context(engine(folder, BACKENDS[of.place] or seam().NAME, **engine_options(o, of)))
+        llm.apply_model(_randomise)
+        stack.enter_context(stored_prompts(o.most))
+        yield llm, replay
 
 
 def _randomise(model: torch.nn.Module) -> None:
@@ -270,7 +294,7 @@ def fetched(stores: list[BlockStore], step) -> float:
     return statistics.mean(new) if new else 0.0
 
 
-def measure(llm, o: Options, batch: int, context: int) -> dict[str, float]:
+def measure(llm, replay: Replay | None, o: Options, batch: int, context: int) -> dict[str, float]:
     """The median time of a step in which all requests decode."""
     from vllm import SamplingParams
 
@@ -278,6 +302,7 @@ def measure(llm, o: Options, batch: int, context: int) -> dict[str, float]:
     # Greedy tokens of random weights repeat themselves, and so would the choice of blocks.
     sampling = SamplingParams(temperature=1.0, max_tokens=o.grows, ignore_eos=True, detokenize=False)
     g = torch.Generator().manual_seed(batch)
+    put = replay or (lambda: None)
     for i in ids:
         prompt = torch.randint(3, 900, (context,), generator=g).tolist()
         engine.add_request(i, {"prompt_token_ids": prompt}, sampling)
@@ -285,15 +310,18 @@ def measure(llm, o: Options, batch: int, context: int) -> dict[str, float]:
         begun: set[str] = set()
         while len(begun) < batch:
             begun |= {x.request_id for x in engine.step() if x.outputs[0].token_ids}
-        for _ in range(WARM):
+        for _ in range(o.warm):
+            put()
             engine.step()
         times = []
         for _ in range(o.steps):
+            put()
             before = time.perf_counter()
             done = engine.step()
             times.append(time.perf_counter() - before)
             if len(done) != batch or any(x.finished for x in done):
                 raise RuntimeError(f"{batch} requests were to decode together, {len(done)} did: raise grows")
+        put()
         brought = fetched(stores_of(llm), engine.step)
     finally:
         engine.abort_request(ids)
@@ -326,21 +354,21 @@ def rows_of(o: Options, of: Engine) -> Iterator[dict]:
     """Of one engine, by context and batch."""
     begun = time.perf_counter()
     try:
-        with serving(o, of) as llm:
+        with serving(o, of) as (llm, replay):
             print(f"{of}: started in {time.perf_counter() - begun:.1f} s", flush=True)
             for context in of.contexts:
                 held = admitted(llm, o, context)
                 room = min(held, o.most)
                 for batch in dict.fromkeys(b or room for b in o.batches):
                     row = of.named | o.told(of.method) | {"context": context, "batch": batch, "admitted": held}
-                    yield row | (_measured(llm, o, batch, context) if 0 < batch <= room else {})
+                    yield row | (_measured(llm, replay, o, batch, context) if 0 < batch <= room else {})
     except Exception as e:
         yield from failures(of, _said(e))
 
 
-def _measured(llm, o: Options, batch: int, context: int) -> dict[str, Any]:
+def _measured(llm, *how: Any) -> dict[str, Any]:
     try:
-        return measure(llm, o, batch, context)
+        return measure(llm, *how)
     except Exception as e:
         return {"failed": _said(e)}
 

@@ -18,7 +18,7 @@ from torchsparsekv_benchmarks.quality.ruler import TASKS, Ruler
 from torchsparsekv_benchmarks.quality.sources import Source
 from torchsparsekv_benchmarks.quality.store import read
 from torchsparsekv_benchmarks.speed import _replay
-from torchsparsekv_benchmarks.speed._replay import Replay
+from torchsparsekv_benchmarks.speed._replay import replay_in_cache
 
 CHAT = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
@@ -173,8 +173,8 @@ def test_layers_attend_to_what_a_trace_has(tmp_path, monkeypatch, source):
         with torch.no_grad():
             source.model(prompt, past_key_values=cache)
             with pytest.raises(ValueError, match="the trace has 3 blocks a step, quest selects 4 here"):
-                Replay(cache, ids[..., :3])
-            next_blocks = Replay(cache, ids)
+                replay_in_cache(cache, ids[..., :3])
+            next_blocks = replay_in_cache(cache, ids)
             seen: list = []
             for i in (1, 2):
                 cache.stored[i].state.on_step = lambda s, q, a, selection, out: seen.append(selection.ids.clone())

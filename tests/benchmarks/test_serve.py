@@ -6,11 +6,16 @@ import itertools
 import json
 import sys
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from torchsparsekv_benchmarks import _traces
 from torchsparsekv_benchmarks.speed import serve
+
+TRACE = str(Path(__file__).parents[2] / "benchmarks" / "results" / "traces" / "qwen_32k.npz")
 
 
 def test_admitted_are_requests_that_are_whole_and_have_grown():
@@ -63,11 +68,30 @@ def test_steps_are_timed_in_which_all_requests_decode(monkeypatch):
     monkeypatch.setattr(serve.time, "perf_counter", lambda: next(clock) / 1000)
     o, both = serve.Options(steps=5), ["0", "1"]
     begin = [[], ["0"], ["0"], both]
-    found = serve.measure(served([*begin, *[both] * (serve.WARM + 5 + 1)]), o, 2, 40)
+    found = serve.measure(served([*begin, *[both] * (serve.WARM + 5 + 1)]), None, o, 2, 40)
     assert found == {"tpot_ms": pytest.approx(1), "tokens_per_s": pytest.approx(2000), "fetched_blocks": 0.0}
     for last in ([], ["0"]):
         with pytest.raises(RuntimeError, match=f"2 requests were to decode together, {len(last)} did: raise grows"):
-            serve.measure(served([*begin, *[both] * (serve.WARM + 4), last]), o, 2, 40)
+            serve.measure(served([*begin, *[both] * (serve.WARM + 4), last]), None, o, 2, 40)
+
+
+def test_every_step_has_blocks_of_the_trace(monkeypatch):
+    """Those of the first step come when all requests decode. The last step tells how much is fetched."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    put: list[int] = []
+    o, both = serve.Options(steps=5, trace=TRACE), ["0", "1"]
+    engine = served([["0"], both, *[both] * (serve.WARM_REPLAY + 5 + 1)])
+    step = engine.llm_engine.step
+    engine.llm_engine.step = lambda: put.append(-1) or step()
+    serve.measure(engine, lambda: put.append(1), o, 2, 40)
+    assert put == [-1, -1, *[1, -1] * (serve.WARM_REPLAY + 5 + 1)]
+
+
+def test_a_method_is_given_what_it_selected_in_the_trace():
+    o = serve.Options(methods=("pariskv",), budget=256, block=64, trace=TRACE, contexts=(32768,))
+    o.check()
+    assert torch.equal(o.selected("pariskv"), _traces.read(Path(TRACE), "pariskv", 256))
+    assert o.told("pariskv") == {"rest": 64, "trace": "qwen_32k.npz"}
 
 
 def test_rows_say_what_a_method_is_told_and_its_groups_of_the_rest():
@@ -92,6 +116,9 @@ def test_rows_say_what_a_method_is_told_and_its_groups_of_the_rest():
         (dict(batches=(-1,)), "batches"),
         (dict(grows=70), "grows"),
         (dict(contexts=(64, 64)), "contexts"),
+        (dict(trace=TRACE, contexts=(32000,)), "qwen_32k.npz needs contexts of at least 32256, got 32000"),
+        (dict(trace=TRACE, contexts=(32768,), budget=512), "qwen_32k.npz has no trace of quest=512"),
+        (dict(trace=TRACE, contexts=(32768,), grows=120), "grows"),  # a replay has more steps before those timed
     ],
 )
 def test_options_that_cannot_be_are_refused(options, said):
@@ -133,7 +160,7 @@ def test_engines_are_made_for_each_method_of_ours_and_each_context():
 @pytest.fixture
 def pretended(monkeypatch):
     """Engines that admit four requests, without a GPU."""
-    monkeypatch.setattr(serve, "serving", lambda o, of: contextlib.nullcontext())
+    monkeypatch.setattr(serve, "serving", lambda o, of: contextlib.nullcontext((None, None)))
     monkeypatch.setattr(serve, "admitted", lambda *_: 4)
     monkeypatch.setattr(serve._common, "prepare", lambda *_: None)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # run sets it, for good
@@ -141,7 +168,7 @@ def pretended(monkeypatch):
 
 def test_failed_measurements_and_engines_get_rows_that_say_so(pretended, monkeypatch, tmp_path):
     """The other rows are measured."""
-    def measure(llm, o, batch, context):
+    def measure(llm, replay, o, batch, context):
         if batch == 4:
             raise RuntimeError("no memory\nand more")
         return {"tpot_ms": 1.0}
@@ -149,7 +176,7 @@ def test_failed_measurements_and_engines_get_rows_that_say_so(pretended, monkeyp
     def serving(o, of):
         if of.place == "triton":
             raise ValueError("no such backend")
-        return contextlib.nullcontext()
+        return contextlib.nullcontext((None, None))
 
     monkeypatch.setattr(serve, "measure", measure)
     monkeypatch.setattr(serve, "serving", serving)

@@ -18,6 +18,7 @@ from torchsparsekv.engines._options import read_options
 from torchsparsekv.method import all_methods
 from torchsparsekv.ops.select.bound_scores import bound_scores
 from torchsparsekv.ops.store.views import Attention, BlockTable
+from torchsparsekv_benchmarks.speed._replay import Replay, replay_in_engine
 from torchsparsekv_benchmarks.speed.serve import fetched
 
 HEADS, GROUP, DIM, BLOCK = 2, 2, 16, 4
@@ -106,8 +107,9 @@ class Engine:
             row[: len(r.ids)] = torch.tensor(r.ids, dtype=torch.int32)
         return torch.tensor([r.length for r in those] + [0], dtype=torch.int32).to(DEVICE), table.to(DEVICE)
 
-    def decode(self, those: list[Request]) -> torch.Tensor:
-        """A step of these, in this order, and of a row that pads the batch."""
+    def decode(self, those: list[Request], steered: bool = False) -> torch.Tensor:
+        """A step of these, in this order, and of a row that pads the batch. Of a steered step that row may be anything:
+        blocks are put in place for it too."""
         self._write([(r, 1) for r in those])
         q = torch.randn(len(those) + 1, HEADS * GROUP, DIM, generator=self.g)
         length, table = self.tables(those)
@@ -117,7 +119,7 @@ class Engine:
         for x, r, out in zip(q, those, got):
             want = attention_of(x, r, self.store.method)
             torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
-        assert torch.equal(got[-1], torch.zeros_like(got[-1]))
+        assert steered or torch.equal(got[-1], torch.zeros_like(got[-1]))
         return got
 
 
@@ -551,3 +553,42 @@ def test_step_replays_in_a_cuda_graph(kv, method, rest):
         for x, request, got in zip(asked, those, out.cpu()):
             want = attention_of(x, request, e.store.method)
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kv", ["device", "host"])
+def test_layers_of_an_engine_attend_to_what_a_trace_has(kv, monkeypatch):
+    """Two layers take the heads of a trace in turn, rows begin at different steps; afterwards they choose again."""
+    layers, choosing = [Engine(kv, seed=0), Engine(kv, seed=1)], seen_by
+    for layer in layers:
+        for tokens in (55, 60):
+            layer.prompt(layer.begin(), tokens)
+    heads = ([[1, 5], [2, 7], [3, 8]], [[9, 4], [6, 2], [1, 3]], [[7, 8], [4, 5], [6, 9]], [[2, 3], [8, 1], [5, 4]])
+    units = torch.tensor(heads, dtype=torch.int32)  # [heads, steps, selected]
+    replay = Replay(units, layers=2, rows=3, heads=HEADS, device=DEVICE)
+
+    def replayed(q, r, method):
+        i = next(i for i, layer in enumerate(layers) if r in layer.requests)
+        row, begin = layers[i].requests.index(r), SINK + (r.length - SINK - WINDOW) // BLOCK * BLOCK
+        seen = torch.zeros(HEADS, r.length, dtype=torch.bool)
+        seen[:, :SINK] = seen[:, begin:] = True
+        for h in range(HEADS) if replay.done else ():
+            for unit in units[i * HEADS + h, (replay.done - 1 + row) % 3].tolist():
+                seen[h, unit * BLOCK : (unit + 1) * BLOCK] = True
+        return seen
+
+    for layer in layers:
+        layer.decode(layer.requests)
+    with replay_in_engine(layers[0].store.method, replay):
+        monkeypatch.setitem(globals(), "seen_by", replayed)
+        for step in range(5):
+            if step:
+                replay()  # before the first step nothing is selected
+            for layer in layers:
+                layer.decode(layer.requests, steered=True)
+        other = Engine(kv, budget=12)
+        other.prompt(other.begin(), 60)
+        with pytest.raises(ValueError, match="the trace has 2 blocks a step, quest selects 3 here"):
+            other.decode(other.requests)
+    monkeypatch.setitem(globals(), "seen_by", choosing)
+    for layer in layers:
+        layer.decode(layer.requests)
