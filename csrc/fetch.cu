@@ -4,9 +4,8 @@
 // Why not Triton: there threads exchange data (hit slots, slots of misses) through global memory. Here the data stays
 // in shared memory, and the kernel loads the slots at the hand while it looks up the ids.
 //
-// Compile-time constants: THREADS; IDS per thread; BITS, the 32-bit words with one bit per slot; QUADS, the 16-byte
-// parts of a block in the hot buffer. UNPACK is 0, or for a packed pool the channels of a row, which is unpacked to
-// fp16, or to bf16 with BF16.
+// Compile-time constants: THREADS; IDS per thread; QUADS, the 16-byte parts of a block in the hot buffer. UNPACK is 0,
+// or for a packed pool the channels of a row, which is unpacked to fp16, or to bf16 with BF16.
 
 #include "common.cuh"
 #include "store.cuh"
@@ -25,10 +24,11 @@ struct __align__(16) Shared {
   uint4 scales[UNPACK ? WARPS : 1][RUN][Row::WORDS - Row::NUMBERS];
   int missing[IDS * THREADS], victims[IDS * THREADS];
   int ids[WARPS], slots[2][WARPS];  // of each warp: ids << 16 | misses; slots taken in a window
-  unsigned hit[BITS];              // one bit per slot
   int passed;
   bool last;
 };
+
+extern __shared__ __align__(16) unsigned hit[];  // one bit per slot, in whole 16 bytes
 
 // The ids of a thread, their slots, and for each miss its number among the misses.
 struct Ids { int want[IDS], slot[IDS], number[IDS]; };
@@ -56,7 +56,7 @@ __device__ int of_warps(const int* count, int upto) {
 
 __device__ bool missing(const Ids& x, int i) { return x.want[i] >= 0 && x.slot[i] < 0; }
 
-__device__ bool is_hit(const Shared& s, int slot) { return s.hit[slot / 32] >> slot % 32 & 1; }
+__device__ bool is_hit(int slot) { return hit[slot / 32] >> slot % 32 & 1; }
 
 // The slot that a hand at `hand` reaches after `step` steps, for less than two rounds.
 __device__ int slot_at(int hand, int step, int slots) {
@@ -85,7 +85,7 @@ __device__ Counts look_up(Ids& x, const int* slot_of, Shared& s) {
   for (int i = 0; i < IDS; i++) asked += __popc(__ballot_sync(ALL, x.want[i] >= 0));
   for (int i = 0; i < IDS; i++) {
     miss[i] = missing(x, i);
-    if (x.slot[i] >= 0) atomicOr(&s.hit[x.slot[i] / 32], 1u << x.slot[i] % 32);
+    if (x.slot[i] >= 0) atomicOr(&hit[x.slot[i] / 32], 1u << x.slot[i] % 32);
   }
   const int misses = number(miss, x.number);
   if (lane() == 0) s.ids[warp()] = asked << 16 | misses;
@@ -112,7 +112,7 @@ __device__ int choose(Window y, const int* used, int hand, int slots, int misses
     int before[EACH];
     for (int i = 0; i < EACH; i++) {
       const int round = first + index<EACH>(i) >= slots;
-      taken[i] = y.used[i] == round && !is_hit(s, y.slot[i]);
+      taken[i] = y.used[i] == round && !is_hit(y.slot[i]);
     }
     const int total = number(taken, before);
     if (lane() == 0) s.slots[parity][warp()] = total;  // free: all warps have read the count of two windows ago
@@ -142,7 +142,7 @@ __device__ void commit(
   }
   for (int step = threadIdx.x; step < min(passed, slots); step += THREADS) {
     const int slot = slot_at(from, step, slots);
-    if (!is_hit(s, slot)) used[slot] = 0;
+    if (!is_hit(slot)) used[slot] = 0;
   }
   for (int i = threadIdx.x; i < misses; i += THREADS) {
     const int slot = s.victims[i], leaves = block_of[slot], comes = s.missing[i];
@@ -257,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) fetch(
   blocks += bh * n, out += bh * n, slot_of += bh * total, block_of += bh * slots, used += bh * slots, hand += bh;
   counts = counters_of(counts, bh);
   const int* ids = blocks + index<IDS>(0);
-  for (int i = threadIdx.x; i < BITS; i += THREADS) s.hit[i] = 0;
+  for (int i = threadIdx.x; i < (slots + 127) / 128; i += THREADS) reinterpret_cast<uint4*>(hit)[i] = {};
   now(ids), now(slot_of), now(used), now(hand);
   __syncthreads();
   Ids x;

@@ -61,8 +61,9 @@ from torchsparsekv.ops.store.views import HotBuffer, Pool, Query, Selection, Sta
 ROWS = 16  # pool rows that a program copies at once: 8 KiB at head_dim 128
 WINDOW = 512  # slots that the Triton kernel looks at together
 # The shapes of csrc/fetch.cu; Triton takes the others. A program keeps its ids in registers (at most 8 per thread), and
-# the plan in shared memory: 8 bytes an id and a bit a slot. It moves 16 bytes at a time.
-NATIVE_THREADS, NATIVE_IDS, NATIVE_PLAN, NATIVE_BYTES = (128, 512), 4096, 40 << 10, 16
+# the plan in shared memory: 8 bytes an id and a bit a slot. A larger plan would not fit the share of L1 memory that all
+# kernels have as shared memory (ops/_machinery/cuda.py). It moves 16 bytes at a time.
+NATIVE_THREADS, NATIVE_IDS, NATIVE_PLAN, NATIVE_BYTES = (128, 512), 4096, 80 << 10, 16
 HALVES = (torch.float16, torch.bfloat16)  # the types into which csrc/fetch.cu unpacks packed rows
 
 
@@ -233,13 +234,18 @@ def native(n: int, rows: Tensor, pool: Tensor) -> dict[str, int] | str:
         return f"blocks of {block} bytes are not multiples of {NATIVE_BYTES}"
     least, most = NATIVE_THREADS
     threads = min(most, max(least, next_power_of_2(cdiv(n, 2))))  # 2 ids per thread before more warps
-    each, words = cdiv(n, threads), next_power_of_2(cdiv(slots, 32))
-    if (plan := each * threads * 8 + words * 4) > NATIVE_PLAN:
+    each = cdiv(n, threads)
+    if (plan := each * threads * 8 + _bit_bytes(slots)) > NATIVE_PLAN:
         return f"{n} ids and {slots} slots need {plan} bytes of shared memory, more than {NATIVE_PLAN}"
     return dict(
-        THREADS=threads, IDS=each, BITS=words, QUADS=block // NATIVE_BYTES, UNPACK=rows.shape[5] * packed,
+        THREADS=threads, IDS=each, QUADS=block // NATIVE_BYTES, UNPACK=rows.shape[5] * packed,
         BF16=int(packed and rows.dtype is torch.bfloat16),
     )
+
+
+def _bit_bytes(slots: int) -> int:
+    """Bytes of shared memory with a bit per slot, in whole 16 bytes."""
+    return cdiv(slots, 128) * 16
 
 
 def _grid(ids: Tensor, hot: HotBuffer, programs: int | None) -> tuple[int, int, int]:
@@ -254,7 +260,7 @@ def launch_cuda(fitting, selection, pool, hot, stats, q=None, sums=None, program
     (kernels, shape), (ids, retrieve_now) = fitting, selection[:2]
     kernels.launch(
         "fetch", _grid(ids, hot, programs), shape["THREADS"], retrieve_now, ids, pool, *hot[:6], stats.counts,
-        hot.chosen, ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2],
+        hot.chosen, ids.shape[2], hot.rows.shape[2], hot.slot_of.shape[2], shared=_bit_bytes(hot.rows.shape[2]),
     )  # fmt: skip
 
 

@@ -272,6 +272,17 @@ def asked(slot_of: torch.Tensor, n: int, r: random.Random) -> torch.Tensor:
 )  # fmt: skip
 def test_kernel_equals_reference_over_many_calls(kind, shape, used, filled, gated, seed):
     """Of csrc/fetch.cu or of Triton's kernels: after each call all that there is equals the reference's."""
+    _equals_reference(kind, shape, used, filled, gated, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("used", [0.6, 1.0])
+def test_cuda_kernel_equals_reference_with_half_a_million_slots(used):
+    """As many as a head has at 512K tokens if all of them fit. The bits of its slots fill the shared memory."""
+    _equals_reference("cuda", (256, 500_000, 1), used, 1.0, False, 3)
+
+
+def _equals_reference(kind, shape, used, filled, gated, seed):
     (n, slots, block), r, g = shape, random.Random(seed), torch.Generator().manual_seed(seed)
     state = half_full(n, slots, block, used, filled, g)
     there = on(DEVICE, clones(state))
