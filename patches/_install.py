@@ -12,7 +12,7 @@ from torchsparsekv.patches import all_families
 from torchsparsekv.patches._assignment import choose
 from torchsparsekv.patches._attention import PREFIX
 from torchsparsekv.patches._family import MULTIMODAL, Layer, decoder_type
-from torchsparsekv.patches._handle import Handle
+from torchsparsekv.patches._handle import SMALLEST_BUCKET, Handle
 from torchsparsekv.patches._memory import check_hot_gib, check_memory, placed
 from torchsparsekv.patches._plan import Plan
 from torchsparsekv.patches._refused import REFUSED
@@ -38,10 +38,11 @@ def install(
         model, method, given, model.device, max_length=max_length, offload=offload, skip_layers=skip_layers,
         layers=layers, pool_dtype=pool_dtype,
     )  # fmt: skip
+    place = placed(plan, offload, 1, max_length or min(limit, SMALLEST_BUCKET), hot_gib)  # refuses too small a hot_gib
     if max_length is None:
         plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes when it declares its buffers
     else:
-        check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
+        check_memory(plan, 1, max_length, place)
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
     for note in plan.warned:  # before the model is touched, as a filter may turn a warning into an error
         warn(note)

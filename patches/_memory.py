@@ -1,5 +1,6 @@
 """Where the pool of a cache lives, and whether there is room. Nothing is allocated here."""
 import math
+import numbers
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Placement(NamedTuple):
 def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
     if given is None:
         return None
-    if isinstance(given, bool) or not isinstance(given, int | float):
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"hot_gib must be a number of GiB, got {given!r}")
     if not 0 < given < math.inf:
         raise ValueError(f"hot_gib must be finite, > 0, got {given!r}")
@@ -58,7 +59,7 @@ def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | N
         hot = lambda budgets: plan.hot_bytes(batch, length, pool_on_host=on_host, hot_budgets=budgets)  # noqa: E731
         if (least := hot(1)) > hot_gib * 2**30:
             raise ValueError(
-                f"hot_gib {hot_gib} is below the {least / 2**30:.4f} GiB that one budget takes in a cache of {length} "
+                f"hot_gib {hot_gib} is below the {least / 2**30:.3g} GiB that one budget takes in a cache of {length} "
                 f"tokens x batch {batch}"
             )
         return Placement(on_host, _largest(most, lambda budgets: hot(budgets) <= hot_gib * 2**30))

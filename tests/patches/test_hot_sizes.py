@@ -1,4 +1,5 @@
 """The hot buffer is as large as `hot_budgets`, `hot_gib` or free memory say."""
+import numpy as np
 import pytest
 import torch
 from models import prompts, tiny
@@ -105,7 +106,7 @@ def test_gib_are_filled_and_not_exceeded():
         (dict(hot_gib="4"), TypeError, r"hot_gib must be a number of GiB, got '4'"),
         (dict(hot_gib=True), TypeError, r"hot_gib must be a number of GiB, got True"),
         (dict(hot_gib=2.0, hot_budgets=4), ValueError, r"give hot_budgets or hot_gib, not both: got 4 and 2\.0"),
-        (dict(hot_gib=1e-6), ValueError, r"hot_gib 1e-06 is below the 0\.\d+ GiB that one budget takes in a"),
+        (dict(hot_gib=1e-6), ValueError, r"hot_gib 1e-06 is below the [1-9][.e\d-]+ GiB that one budget takes in a"),
         (dict(hot_budgets="all"), TypeError, r"hot_budgets must be an int or 'auto', got 'all'"),
         (dict(hot_budgets=-2), ValueError, r"hot_budgets must be at least 1, got -2"),
     ],
@@ -115,6 +116,12 @@ def test_sizes_that_cannot_be_are_refused(given, error, said):
     with pytest.raises(error, match=said):
         patch(model, "quest", **SMALL, **given)
     assert not hasattr(model, "_torchsparsekv")
+
+
+@pytest.mark.parametrize("one", [1, np.int64(1), np.float32(1)])
+def test_gib_are_any_real_number(one):
+    with patch(tiny(), "quest", **SMALL, hot_gib=one) as handle:
+        assert handle.hot_gib == 1.0
 
 
 def test_more_gib_than_are_free_are_refused(monkeypatch):
