@@ -1,4 +1,5 @@
 """Without a GPU, Triton kernels run in the interpreter; the switch must be set before they are defined."""
+import contextlib
 import gc
 import os
 import sys
@@ -20,6 +21,12 @@ from slow import are_slow, order
 
 # Asserts of helpers show their values as those of tests do.
 pytest.register_assert_rewrite(*(p.stem for p in (Path(__file__).parent / "support").glob("*.py")))
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    with contextlib.suppress(ImportError, AttributeError):  # no Triton, or its interpreter has other parts by now
+        from interpreter import save_look_ups
+
+        save_look_ups()
 
 torch.set_num_threads(1)  # nothing here is large enough to share, and on a busy machine threads wait for each other
 

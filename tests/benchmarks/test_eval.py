@@ -200,11 +200,12 @@ def test_any_model_from_a_path_gets_the_text_tasks(tmp_path):
 
 
 def test_the_recall_model_has_all_its_tasks(tmp_path, monkeypatch):
-    """With random weights: the shipped ones are judged elsewhere."""
+    """With random weights in three small layers: the shipped weights are judged elsewhere."""
     journal = pytest.importorskip("torchsparsekv_benchmarks.recall_model.journal")
     from torchsparsekv_benchmarks.recall_model import model
 
-    monkeypatch.setattr(model, "load", lambda *, device, dtype: (model.build().to(device, dtype), None))
+    small = model.build(num_hidden_layers=3, hidden_size=32, intermediate_size=32, head_dim=16)
+    monkeypatch.setattr(model, "load", lambda *, device, dtype: (small.to(device, dtype), None))
     o = Options(
         lengths=(500,), methods=("quest",), budgets=(64,), samples=1, probe=1, device="cpu",
         tasks=("single", "multikey", "multivalue", "multiquery", "chain", "common", "journal"),
