@@ -4,7 +4,7 @@
 //
 // Why not Triton: tensor cores read pairs of tokens of a channel. Of 8-bit values Triton loads such pairs byte by byte: 51
 // sequences of 32K take 3.25 ms a layer in 8 bits, and 1.85 ms in 16 bits. Here a thread loads whole words, and puts the
-// bytes of two tokens side by side: 0.99 ms.
+// bytes of two tokens side by side: 0.93 ms.
 //
 // Products are of the int8 numbers, which the tensor cores take as fp16 or bf16 without rounding. The scale of a group of 64
 // channels of a key multiplies its products; that of a value multiplies the weight of the token.
@@ -15,6 +15,7 @@
 // multiprocessor; STAGES.
 
 #include "attend.cuh"
+#include "copies.cuh"
 #include "store.cuh"
 #include "tensor.cuh"
 
@@ -100,39 +101,35 @@ __device__ void add_values(State& s, const Tokens& tokens, const float (&p)[4]) 
   }
 }
 
-// A warp starts to copy tokens `first` up to `stop`, at most 16, to shared memory; the others of the tile become zeros. If there
-// is none, it copies nothing, and ends its group of copies all the same.
-__device__ void copy(char* tile, const char* pool, long long head, int rows, int first, int stop) {
-  if (first < stop) {
-    const char* const from = Pool::row_at(pool, head, rows, first);
-    const int words = min(TILE, stop - first) * Pool::WORDS;
-    for (int i = lane(); i < TILE * Pool::WORDS; i += 32)
-      copy_async(tile + 16 * i, i < words ? from + 16 * i : from, i < words);
-  }
-  end_group();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     const unsigned short* q, const char* pool, const int* length, float* parts, float* tops, float* totals, int q_b,
     int q_h, int heads, int rows, int padded_heads, float scale, float softcap) {
   extern __shared__ __align__(16) char shared[];  // the queues [WARPS, STAGES, BYTES]; in their place, at the end, the sums
+  __shared__ Copies<STAGES> of_warps[WARPS];
   const int bh = blockIdx.x, b = bh / heads, h = bh % heads;
   const long long part = ((long long)bh * gridDim.y + blockIdx.y) * padded_heads;
+  char* const queue = shared + warp() * (STAGES * BYTES);
+  Copies<STAGES>& copies = of_warps[warp()];
+  // The last tile may have fewer than 16 tokens. The others get weight 0, so their scales must be finite.
+  for (int i = lane(); i < STAGES * BYTES / 16; i += 32) reinterpret_cast<uint4*>(queue)[i] = {};
+  copies.prepare();
   wait_for_previous();
   const int tiles = (max(length[b], 0) + TILE - 1) / TILE, own = (tiles + gridDim.y - 1) / gridDim.y * TILE;
   const int begin = blockIdx.y * own, stop = min(begin + own, max(length[b], 0));
-  char* const queue = shared + warp() * (STAGES * BYTES);
+  const auto ask = [&](int place, int first) {  // for tokens `first` up to `stop`, at most 16
+    const int tokens = min(max(stop - first, 0), TILE);
+    copies.start(place, queue + place * BYTES, Pool::row_at(pool, bh, rows, first), tokens * 16 * Pool::WORDS);
+  };
   int next = begin + warp() * TILE;
-  for (int i = 0; i < STAGES; i++, next += WARPS * TILE) copy(queue + i * BYTES, pool, bh, rows, next, stop);
+  for (int i = 0; i < STAGES; i++, next += WARPS * TILE) ask(i, next);
   Queries queries;
   queries.load(q + (long long)b * q_b + (long long)h * G * q_h, q_h);
   State s = {none()};
-  char* tile = queue;
+  int place = 0, round = 0;
 #pragma unroll 1
   for (int first = begin + warp() * TILE; first < stop; first += WARPS * TILE, next += WARPS * TILE) {
-    wait_for_groups<STAGES - 1>();
-    __syncwarp();
-    const Tokens tokens = {tile};
+    copies.wait(place, round);
+    const Tokens tokens = {queue + place * BYTES};
     float p[4];
     products(p, queries, tokens);
     for (int r = 0; r < 4; r++) p[r] = first + column(r) < stop ? capped(p[r] * scale, softcap) : none();
@@ -142,8 +139,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     for (int r = 0; r < 4; r++) s.total += p[r] = share(p[r], peak);
     add_values(s, tokens, p);
     __syncwarp();
-    copy(tile, pool, bh, rows, next, stop);
-    tile = tile == queue + (STAGES - 1) * BYTES ? queue : tile + BYTES;
+    ask(place, next);
+    if (++place == STAGES) place = 0, round++;
   }
   join_warps(
       s, reinterpret_cast<float*>(shared),

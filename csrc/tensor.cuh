@@ -32,20 +32,6 @@ __device__ inline Words load_once(const void* from) {
   return x;
 }
 
-// Start to copy 16 bytes from global to shared memory; zeros if not `real`.
-__device__ inline void copy_async(void* to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               ::"r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(real ? 16 : 0) : "memory");
-}
-
-// End a group of a thread's copies.
-__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Wait until all groups of this thread but the last LEFT are there.
-template <int LEFT> __device__ inline void wait_for_groups() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
-}
-
 // Two numbers as fp16, or as bf16 with BRAIN; the first in the lower bits.
 template <bool BRAIN = false>
 __device__ inline unsigned halves(float first, float second) {

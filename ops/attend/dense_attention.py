@@ -96,7 +96,8 @@ def _tile_bytes(dim: int) -> int:
 
 def _queue(device: torch.device, dim: int) -> tuple[int, int]:
     """Programs on a multiprocessor, and tiles that wait in the queue of each warp."""
-    static, own, tile = 64 * _native.WARPS, shared_bytes(device), _tile_bytes(dim)
+    static = (64 + 8 * STAGES) * _native.WARPS  # tops and totals of the query heads, and a barrier for each tile
+    own, tile = shared_bytes(device), _tile_bytes(dim)
     for resident in (RESIDENT, 1) if dim <= 128 else (1,):  # wide heads take all registers
         room = (own + _native.RESERVED) // resident - _native.RESERVED - static
         if (stages := room // tile) > 1:
