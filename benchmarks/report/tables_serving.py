@@ -2,6 +2,7 @@
 
 import statistics
 
+from torchsparsekv.method import make_method
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import (
     DENSE,
@@ -30,6 +31,7 @@ from torchsparsekv_benchmarks.report.tables_speed import (
     steps,
 )
 
+OLD_PARISKV = "Measured with version 0.1, whose `pariskv` had a budget of 100 and no rest."
 OLDER = ("32k", "32k_int8_2_budgets", "128k", "128k_int8_2_budgets", "pariskv_int8")  # of torchsparsekv 0.1
 
 
@@ -84,7 +86,7 @@ def throughput_older(*results: Result) -> str:
     said = (
         "The largest batches of torchsparsekv 0.1, with 0.85 of the host memory, hot buffers of two budgets (6 % of "
         "the tokens at 32K, 2 % at 128K) and synthetic queries of locality "
-        f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; {SMALL_BUDGET}."
+        f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; {SMALL_BUDGET}, and at most 8 sequences."
     )
     rows = [
         [tokens(x["context"]), named(x), "int8" if r.options.get("pool_dtype") == "int8" else "16 bits", x["batch"],
@@ -127,7 +129,7 @@ def first_call(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, {shape(*results)}, `generate()` of {o['tokens']} tokens after a prompt of "
         f"{tokens(o['context'])}. A call includes the prompt; the first call also compiles Triton kernels, or loads "
-        "them from a cache of an earlier process. Steps are one CUDA graph, without `torch.compile`."
+        f"them from a cache of an earlier process. Steps are one CUDA graph, without `torch.compile`. {OLD_PARISKV}"
     )
     names = {"empty": "empty", "kept": "filled by an earlier process"}
     rows = [
@@ -184,7 +186,7 @@ def prefill(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, {shape(*results)}, bf16: time to the first token, divided by that of the unpatched model "
         f"(dense), which takes {seconds[0]} s at 32K and {seconds[1]} s at 64K. Peak: of GPU memory, weights included; "
-        "methods have the pool in host memory."
+        f"methods have the pool in host memory. {OLD_PARISKV}"
     )
     rows = [["dense", "1.000", "1.000", *(number(of[0]["peak_GiB"], 1) for of in dense)]]
     for r, (_, methods) in zip(results, PREFILL):
@@ -277,6 +279,33 @@ def serve(*results: Result) -> str:
         rows.append([tokens(context), name, *told, *(several if most["batch"] > 1 else ["-"] * 3)])
     head = ["context", "attention", "ms a step, 1 request", "4 requests", "8 requests", "most", "tokens/s", "ratio"]
     return markdown(said, head, rows)
+
+
+@table("serve-trace", *(f"h200_serve_native_32k_trace{name}.json" for name in ("", "_256", "_auto", "_auto_256")))
+def serve_trace(*results: Result) -> str:
+    """The most requests of each place, with the blocks that a real model selects."""
+    said = (
+        f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
+        f"`torch.compile`, {tokens(results[0].options['contexts'][0])}, as many requests as fit. Replay: each layer "
+        "chooses, and then fetches and attends to the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, "
+        f"after 32K of source code. `kv=auto` has {results[2].options['host_gib']:g} GiB of host memory. + rest: with "
+        "the estimate of the rest. Hits: selected blocks that were in the hot buffer. Over FlashAttention: tokens a "
+        "second, divided by those of FlashAttention in 16 bits."
+    )
+    rows = [(r.options, x) for r in results for x in r.rows]
+    most = {(x.get("method", ""), x["place"]): (o, x) for o, x in rows if x["batch"] == x["admitted"]}
+    flash = most["", "flash"][1]["tokens_per_s"]
+    told = []
+    for (method, place), (o, x) in most.items():
+        chosen = o["budget"] // make_method(method).block_size if method else 0
+        missed = x["fetched_blocks"] / (x["batch"] * chosen) if place == "auto" else None
+        name = _served_method(x, o, results[0].options)
+        told.append([
+            f"{name}, {PLACES[place]}" if method else PLACES[place], str(x["batch"]), number(x["tpot_ms"], 1),
+            number(x["tokens_per_s"], 0), times(x["tokens_per_s"] / flash), "-" if missed is None else f"{1 - missed:.2f}",
+        ])  # fmt: skip
+    head = ["attention", "requests", "ms a step", "tokens/s", "over FlashAttention", "hits"]
+    return markdown(said, head, told)
 
 
 def _served_method(row: dict, options: dict, usual: dict) -> str:
