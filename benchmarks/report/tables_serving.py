@@ -86,7 +86,8 @@ def throughput_older(*results: Result) -> str:
     said = (
         "The largest batches of torchsparsekv 0.1, with 0.85 of the host memory, hot buffers of two budgets (6 % of "
         "the tokens at 32K, 2 % at 128K) and synthetic queries of locality "
-        f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; {SMALL_BUDGET}, and at most 8 sequences."
+        f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; {SMALL_BUDGET}. With `pariskv` no "
+        "more than 8 sequences were tried."
     )
     rows = [
         [tokens(x["context"]), named(x), "int8" if r.options.get("pool_dtype") == "int8" else "16 bits", x["batch"],
@@ -298,11 +299,11 @@ def serve_trace(*results: Result) -> str:
     told = []
     for (method, place), (o, x) in most.items():
         chosen = o["budget"] // make_method(method).block_size if method else 0
-        missed = x["fetched_blocks"] / (x["batch"] * chosen) if place == "auto" else None
+        hit = number(1 - x["fetched_blocks"] / (x["batch"] * chosen)) if place == "auto" else "-"
         name = _served_method(x, o, results[0].options)
         told.append([
             f"{name}, {PLACES[place]}" if method else PLACES[place], str(x["batch"]), number(x["tpot_ms"], 1),
-            number(x["tokens_per_s"], 0), times(x["tokens_per_s"] / flash), "-" if missed is None else f"{1 - missed:.2f}",
+            number(x["tokens_per_s"], 0), times(x["tokens_per_s"] / flash), hit,
         ])  # fmt: skip
     head = ["attention", "requests", "ms a step", "tokens/s", "over FlashAttention", "hits"]
     return markdown(said, head, told)
