@@ -43,13 +43,14 @@ def check_hot_gib(given, method: Method, device: torch.device) -> float | None:
         return None
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
         raise TypeError(f"hot_gib must be a number of GiB, got {given!r}")
-    if not 0 < given < math.inf:
+    gib = float(given)
+    if not 0 < gib < math.inf:
         raise ValueError(f"hot_gib must be finite, > 0, got {given!r}")
     if method.hot_budgets != "auto":
         raise ValueError(f"give hot_budgets or hot_gib, not both: got {method.hot_budgets!r} and {given!r}")
-    if device.type == "cuda" and given * 2**30 > (free := free_device_bytes(device)):
+    if device.type == "cuda" and gib * 2**30 > (free := free_device_bytes(device)):
         raise MemoryError(f"hot_gib {given} is above the {free / 2**30:.2f} GiB of free device memory")
-    return float(given)
+    return gib
 
 
 def placed(plan: Plan, offload: str, batch: int, length: int, hot_gib: float | None = None) -> Placement:

@@ -77,6 +77,7 @@ def replay_in_engine(method: Method, replay: Replay) -> Iterator[None]:
 
     def replayed(self, layer, q: Tensor, a):
         selection = choose(self, layer, q, a)
+        assert selection.ids is not None
         _check(replay.blocks, selection.ids.shape[2], self)
         return selection._replace(ids=next(layers)[: len(q)])
 
