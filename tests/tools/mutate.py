@@ -48,6 +48,7 @@ LISTED, BLOCK_REST = "ops/engine/listed_attention.py", "ops/engine/_remaining.py
 ENGINE_RESTS = "tests/ops/engine/test_engine_blocks.py::test_random_requests_equal_brute_force[device-rest]"
 LISTED_KERNELS = "tests/ops/engine/test_listed_attention.py::test_kernels_equal_reference_with_the_rest"
 FILLED_SUMS = "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference[filled_sums-triton]"
+REPLAYED = "tests/ops/engine/test_engine_blocks.py::test_layers_of_an_engine_attend_to_what_a_trace_has"
 SPREAD, INT8 = "ops/store/spread_channels.py", "tests/patches/test_pool_dtype.py"
 LARGE_CHANNEL = f"{INT8}::test_a_large_channel_of_the_keys_costs_a_dense_layer_little"
 MUTATIONS = (
@@ -65,8 +66,16 @@ MUTATIONS = (
     Mutation("a replayed prompt is not rotated", "benchmarks/quality/replay.py",
              "q, k = layer.method.spread(layer.state, queries, k[:, :, :tokens])",
              "q, k = queries, k[:, :, :tokens]", "tests/benchmarks/test_board.py -k read"),
+    Mutation("rotated numbers overflow in the kernel", SPREAD,
+             "    rotated = tl.clamp(rotated, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)\n", "",
+             "tests/ops/store/test_spread_channels.py::test_numbers_beyond_fp16_become_the_largest"),
+    Mutation("layers of an engine replay the same blocks", "benchmarks/speed/_replay.py",
+             "itertools.cycle(replay.blocks)", "itertools.cycle(replay.blocks[:1])", REPLAYED),
+    Mutation("an engine replays blocks before its first step", "benchmarks/speed/_replay.py",
+             "torch.full((layers, rows, heads, ids.shape[2]), -1,", "torch.ones((layers, rows, heads, ids.shape[2]),",
+             REPLAYED),
     Mutation("rows of a batch replay the same steps", "benchmarks/speed/_replay.py",
-             "rows = torch.arange(batch) * steps // batch", "rows = torch.zeros(batch, dtype=torch.int64)",
+             "begins = torch.arange(rows) * steps // rows", "begins = torch.zeros(rows, dtype=torch.int64)",
              "tests/benchmarks/test_board.py::test_layers_attend_to_what_a_trace_has"),
     Mutation("where CUDA C++ is forced, all arguments need it", "ops/_machinery/chain.py",
              "all(i.kind != \"cuda\" for i in serving)", "\"cuda\" not in self.kinds",
