@@ -128,7 +128,7 @@ def test_a_method_changed_in_one_thing_is_a_row_of_its_own(watch):
 
 def test_rows_at_other_localities(watch):
     """Of methods that retrieve, by the same compiled step; what was fetched is of that row alone."""
-    methods, told = ("quest", "streaming"), dict(contexts=(320,), steps=40, hf_static=False, dense=())
+    methods, told = ("quest", "streaming"), dict(contexts=(320,), steps=16, hf_static=False, dense=())
     o = decode.Options(**SMALL, **told, methods=methods, locality=1.0, localities=(0.0, 0.5))
     rows = decode.run(o)["rows"][1:]
     found = [(r["method"], r.get("locality")) for r in rows]
