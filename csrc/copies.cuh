@@ -3,7 +3,7 @@
 // Copies from global memory to shared memory, which a warp starts and later waits for.
 //
 // From sm_90 on one thread copies many bytes at once, and a barrier in shared memory tells when they are there. Over a
-// stream of tiles this reads 3.9 TB/s of an H200, copies of 16 bytes a thread read 3.6. Older GPUs have only these.
+// stream of tiles this reads 3.9 TB/s of an H200; copies of 16 bytes a thread read 3.6. Older GPUs have only the latter.
 
 #include "common.cuh"
 
@@ -13,11 +13,11 @@ __device__ inline unsigned in_shared(const void* x) { return __cvta_generic_to_s
 // each function.
 template <int N> struct Copies {
 #if __CUDA_ARCH__ >= 900
-  unsigned long long there[N];  // barriers
+  unsigned long long barriers[N];
 
-  // Once, at first. Copies come after what the warp wrote to the places before this call.
+  // Call it once. Copies that start later overwrite what the warp wrote to the places before.
   __device__ void prepare() {
-    if (lane() < N) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(there + lane())) : "memory");
+    if (lane() < N) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(barriers + lane())) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
   }
@@ -28,16 +28,16 @@ template <int N> struct Copies {
     constexpr unsigned long long EVICT_FIRST = 0x12F0000000000000;
     if (bytes == 0 || lane() > 0) return;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(in_shared(there + i)), "r"(bytes) : "memory");
+                 ::"r"(in_shared(barriers + i)), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1], %2, [%3], %4;"
-                 ::"r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(there + i)), "l"(EVICT_FIRST) : "memory");
+                 ::"r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(barriers + i)), "l"(EVICT_FIRST) : "memory");
   }
 
-  // Wait for the oldest copy. It went to place `i`, and places were filled `round` times before.
+  // Wait for the oldest copy. It went to place `i`, which had been filled `round` times before.
   __device__ void wait(int i, int round) {
-    asm volatile("{ .reg .pred there; again: mbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;"
-                 " @!there bra again; }" ::"r"(in_shared(there + i)), "r"(round & 1) : "memory");
+    asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
+                 " @!done bra again; }" ::"r"(in_shared(barriers + i)), "r"(round & 1) : "memory");
   }
 #else
   __device__ void prepare() { __syncwarp(); }

@@ -105,23 +105,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     const unsigned short* q, const char* pool, const int* length, float* parts, float* tops, float* totals, int q_b,
     int q_h, int heads, int rows, int padded_heads, float scale, float softcap) {
   extern __shared__ __align__(16) char shared[];  // the queues [WARPS, STAGES, BYTES]; in their place, at the end, the sums
-  __shared__ Copies<STAGES> of_warps[WARPS];
+  __shared__ Copies<STAGES> copies_of[WARPS];
   const int bh = blockIdx.x, b = bh / heads, h = bh % heads;
   const long long part = ((long long)bh * gridDim.y + blockIdx.y) * padded_heads;
   char* const queue = shared + warp() * (STAGES * BYTES);
-  Copies<STAGES>& copies = of_warps[warp()];
+  Copies<STAGES>& copies = copies_of[warp()];
   // The last tile may have fewer than 16 tokens. The others get weight 0, so their scales must be finite.
   for (int i = lane(); i < STAGES * BYTES / 16; i += 32) reinterpret_cast<uint4*>(queue)[i] = {};
   copies.prepare();
   wait_for_previous();
   const int tiles = (max(length[b], 0) + TILE - 1) / TILE, own = (tiles + gridDim.y - 1) / gridDim.y * TILE;
   const int begin = blockIdx.y * own, stop = min(begin + own, max(length[b], 0));
-  const auto ask = [&](int place, int first) {  // for tokens `first` up to `stop`, at most 16
+  // Start to copy tokens `first` up to `stop`, at most 16, to a place of the queue.
+  const auto start_copy = [&](int place, int first) {
     const int tokens = min(max(stop - first, 0), TILE);
     copies.start(place, queue + place * BYTES, Pool::row_at(pool, bh, rows, first), tokens * 16 * Pool::WORDS);
   };
   int next = begin + warp() * TILE;
-  for (int i = 0; i < STAGES; i++, next += WARPS * TILE) ask(i, next);
+  for (int i = 0; i < STAGES; i++, next += WARPS * TILE) start_copy(i, next);
   Queries queries;
   queries.load(q + (long long)b * q_b + (long long)h * G * q_h, q_h);
   State s = {none()};
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(
     for (int r = 0; r < 4; r++) s.total += p[r] = share(p[r], peak);
     add_values(s, tokens, p);
     __syncwarp();
-    ask(place, next);
+    start_copy(place, next);
     if (++place == STAGES) place = 0, round++;
   }
   join_warps(

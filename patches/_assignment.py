@@ -130,7 +130,7 @@ def _entry(entry, method: Method, given: dict) -> tuple[Method, dict]:
     if not isinstance(entry, Mapping):
         raise TypeError(f"an entry is the name of a method or a dict of hyper-parameters, got {entry!r}")
     if wrong := [name for name in entry if not isinstance(name, str)]:
-        raise TypeError(f"an entry has names of hyper-parameters, got {', '.join(map(repr, wrong))}")
+        raise TypeError(f"the keys of an entry are names of hyper-parameters, got {', '.join(map(repr, wrong))}")
     hyper = renamed({name: as_int(value) for name, value in entry.items()})
     name = hyper.pop("method", method.name)
     if not isinstance(name, str):
@@ -163,10 +163,12 @@ def _fitted(method: Method, given: dict, max_length: int | None, limit: int, not
     """Refuse values that the user gave and that do not fit. Lower a default budget."""
     if method.traits.attends == "everything":
         return method
-    of_all = f"max_length {max_length}" if max_length is not None else f"the {limit} tokens that the model takes"
+    most = f"max_length {max_length}" if max_length is not None else f"the {limit} tokens that the model takes"
     for name in COMMON:
-        if name in given and getattr(method, name) > limit and (max_length is not None or name != "budget"):
-            raise ValueError(f"{name} {getattr(method, name)} is above {of_all}")
+        if name == "budget" and max_length is None:  # a budget above the limit says: all tokens
+            continue
+        if name in given and getattr(method, name) > limit:
+            raise ValueError(f"{name} {getattr(method, name)} is above {most}")
     if method.budget <= limit or "budget" in given:
         return method
     budget = max(limit // method.block_size, 1) * method.block_size

@@ -38,11 +38,12 @@ def install(
         model, method, given, model.device, max_length=max_length, offload=offload, skip_layers=skip_layers,
         layers=layers, pool_dtype=pool_dtype,
     )  # fmt: skip
-    place = placed(plan, offload, 1, max_length or min(limit, SMALLEST_BUCKET), hot_gib)  # refuses too small a hot_gib
     if max_length is None:
         plan.bytes(1, limit, pool_on_host=False)  # a method checks its sizes when it declares its buffers
+        if hot_gib is not None:
+            placed(plan, offload, 1, min(limit, SMALLEST_BUCKET), hot_gib)  # the smallest cache has room for a budget
     else:
-        check_memory(plan, 1, max_length, place)
+        check_memory(plan, 1, max_length, placed(plan, offload, 1, max_length, hot_gib))
     handle = Handle(model, plan, max_length, limit, offload, step, captures, hot_gib)
     for note in plan.warned:  # before the model is touched, as a filter may turn a warning into an error
         warn(note)

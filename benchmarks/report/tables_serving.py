@@ -288,8 +288,8 @@ def serve_trace(*results: Result) -> str:
     said = (
         f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
         f"`torch.compile`, {tokens(results[0].options['contexts'][0])}, as many requests as fit. Replay: each layer "
-        "chooses, and then fetches and attends to the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, "
-        f"after 32K of source code. `kv=auto` has {results[2].options['host_gib']:g} GiB of host memory. + rest: with "
+        "chooses, but fetches and attends to the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, after "
+        f"32K of source code. `kv=auto` has {results[2].options['host_gib']:g} GiB of host memory. + rest: with "
         "the estimate of the rest. Hits: selected blocks that were in the hot buffer. Over FlashAttention: tokens a "
         "second, divided by those of FlashAttention in 16 bits."
     )

@@ -5,8 +5,8 @@ native code: with `--native`, norms and activations of all places are native ker
 With `--compiled`, torch.compile makes these kernels, which is vLLM's default.
 
 Prompts are stored, not computed: their layers skip attention and MLP. Decode steps of the whole engine are timed,
-scheduler and sampler included. With `--trace` the layers of ours choose, and then take the blocks of a real model
-instead. An engine that fails gets a row that says so, and the next one is measured.
+scheduler and sampler included. With `--trace` our layers choose, but attend to the blocks that a real model
+selected. An engine that fails gets a row that says so, and the next one is measured.
 """
 import contextlib
 import dataclasses
@@ -41,7 +41,7 @@ BACKENDS = {
 OURS = tuple(place for place, backend in BACKENDS.items() if backend is None)
 NATIVE = tuple(place for place, backend in BACKENDS.items() if backend == "FLASH_ATTN")
 CHUNK = 8192  # tokens of a step with prompts
-# Steps before those that are timed. In a replay the hot buffer then has what steps select again and again.
+# Steps before those that are timed. In a replay the hot buffer first fills with blocks that steps select again.
 WARM, WARM_REPLAY = 8, 64
 
 
@@ -67,7 +67,7 @@ class Options:
     host_gib: float = option(0.0, "GiB of host memory for host and auto; 0: what the plugin takes by default.")
     device_gib: float = option(0.0, "GiB of the hot buffers of auto; 0: what the plugin takes by default.")
     grows: int = option(512, "Tokens that a request may generate.")
-    trace: str = option("", "Take the blocks of this file, from `torchsparsekv record`, instead of those chosen.")
+    trace: str = option("", "Layers choose, but attend to the blocks of this file, from `torchsparsekv record`.")
     shared: bool = option(False, "One engine for all contexts of a place, made for the longest; else one for each.")
     isolated: bool = option(False, "Every engine in a process of its own.")
     limit: int = option(300, "With isolated: seconds after which an engine is given up.")

@@ -61,7 +61,7 @@ from torchsparsekv.ops.store.views import HotBuffer, Pool, Query, Selection, Sta
 ROWS = 16  # pool rows that a program copies at once: 8 KiB at head_dim 128
 WINDOW = 512  # slots that the Triton kernel looks at together
 # The shapes of csrc/fetch.cu; Triton takes the others. A program keeps its ids in registers (at most 8 per thread), and
-# the plan in shared memory: 8 bytes an id and a bit a slot. A larger plan would not fit the share of L1 memory that all
+# the plan in shared memory: 8 bytes an id and a bit a slot. On Hopper such a plan fits the share of L1 memory that all
 # kernels have as shared memory (ops/_machinery/cuda.py). It moves 16 bytes at a time.
 NATIVE_THREADS, NATIVE_IDS, NATIVE_PLAN, NATIVE_BYTES = (128, 512), 4096, 80 << 10, 16
 HALVES = (torch.float16, torch.bfloat16)  # the types into which csrc/fetch.cu unpacks packed rows

@@ -90,6 +90,7 @@ def test_every_step_has_blocks_of_the_trace(monkeypatch):
 def test_a_method_is_given_what_it_selected_in_the_trace():
     o = serve.Options(methods=("pariskv",), budget=256, block=64, trace=TRACE, contexts=(32768,))
     o.check()
+    assert o.selected("pariskv").shape == (8, 256, 256)
     assert torch.equal(o.selected("pariskv"), _traces.read(Path(TRACE), "pariskv", 256))
     assert o.told("pariskv") == {"rest": 64, "trace": "qwen_32k.npz"}
 

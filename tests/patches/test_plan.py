@@ -110,6 +110,7 @@ def test_the_largest_batch_and_its_hot_buffers_fit_and_no_more_do(folder, limit,
     assert batch == 5 if limit == "host" else need(batch + 1)[1] > room
     assert f"a cache of 128 tokens x batch {batch}" in said
     left = memory.hot_room(plan, batch, 128, room)
+    assert 0 < float(re.search(r"with hot_gib up to ([\d.]+),", said)[1]) <= left / 2**30
     budgets = memory.placed(plan, "host", batch, 128, left / 2**30).hot_budgets
     assert plan.bytes(batch, 128, pool_on_host=True, hot_budgets=budgets)[1] <= room
     more = plan.bytes(batch, 128, pool_on_host=True, hot_budgets=budgets + 1)[1]

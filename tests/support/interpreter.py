@@ -38,8 +38,8 @@ def _remember_builtins() -> None:
 
 
 def _patch_once_a_launch() -> None:
-    """Of the functions in a module that a launch calls, the first call puts them there, and the end of the launch takes
-    them away. So the other calls need not look."""
+    """In a launch, the first call of a function of a module patches triton.language. Later calls skip that. The end of the
+    launch restores it."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def patch_lang(fn):

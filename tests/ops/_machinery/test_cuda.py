@@ -263,3 +263,10 @@ def test_the_environment_forces_a_kind(kind):
         assert (done.returncode, done.stderr.splitlines()[-1]) == (1, says)
     else:
         assert (done.returncode, done.stdout) == (0, f"{kind or None}\n"), done.stderr
+
+
+def test_fetch_takes_as_many_slots_as_its_plan_has_bits_for():
+    """80 KiB, less 8 bytes for each of 256 ids."""
+    for slots, refused in ((638_976, False), (639_104, True)):
+        rows = torch.empty((1, 1, slots, 1, 2, 128), dtype=torch.bfloat16, device="meta")
+        assert isinstance(FETCH.native(256, rows, rows), str) is refused
