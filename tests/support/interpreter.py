@@ -38,7 +38,7 @@ def _remember_builtins() -> None:
 
 
 def _patch_once_a_launch() -> None:
-    """In a launch, the first call of a function of a module patches triton.language. Later calls skip that. The end of the
+    """The first call of a module's function in a launch patches triton.language. Later calls skip that. The end of the
     launch restores it."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
