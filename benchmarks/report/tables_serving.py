@@ -2,7 +2,6 @@
 
 import statistics
 
-from torchsparsekv.method import make_method
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import (
     DENSE,
@@ -298,7 +297,7 @@ def serve_trace(*results: Result) -> str:
     flash = most["", "flash"][1]["tokens_per_s"]
     told = []
     for (method, place), (o, x) in most.items():
-        chosen = o["budget"] // make_method(method).block_size if method else 0
+        chosen = o["budget"] // (1 if method == "pariskv" else o["block"])  # blocks of a kv head
         hit = number(1 - x["fetched_blocks"] / (x["batch"] * chosen)) if place == "auto" else "-"
         name = _served_method(x, o, results[0].options)
         told.append([

@@ -42,6 +42,9 @@ def test_huge_budget_is_dense(method):
 @pytest.mark.parametrize("size", ["window", "sink"])
 def test_sizes_beyond_memory_are_refused_with_numbers(size):
     model = tiny()
+    with pytest.raises(ValueError, match=rf"{size} 516 is above the 512 tokens that the model takes"):
+        torchsparsekv.patch(model, "oracle", **{**IN_RING, size: 516}, budget=16)
+    model.config.max_position_embeddings = 1 << 70
     for n in (1 << 62, 1 << 70):
         says = pytest.raises(MemoryError, match=r"^a cache of 128 tokens x batch 1 needs [\d.]+ GiB host")
         with torchsparsekv.patch(model, "oracle", **{**IN_RING, size: n}, budget=16) as handle, says:
