@@ -3,10 +3,9 @@
 // Programs of a cluster: each can write to the shared memory of the others. Two things order these writes: a Bell, and
 // the barrier of all programs (`arrive`, then `wait`).
 
-// The address in shared memory of this program.
-__device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
+#include "common.cuh"
 
-// The same address in the shared memory of the program of that rank.
+// The address that `at` has in the shared memory of the program of that rank.
 __device__ inline unsigned there(int rank, const void* at) {
   unsigned x;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(x) : "r"(here(at)), "r"(rank));

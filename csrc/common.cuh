@@ -18,6 +18,9 @@ __device__ inline float number_of(unsigned key) { return __uint_as_float(key >> 
 __device__ inline int lane() { return threadIdx.x % 32; }
 __device__ inline int warp() { return threadIdx.x / 32; }
 
+// The address in shared memory of this program.
+__device__ inline unsigned here(const void* at) { return __cvta_generic_to_shared(at); }
+
 // The sum of x over the lanes of the warp up to this lane, inclusive.
 __device__ inline int sum_upto(int x) {
   for (int d = 1; d < 32; d *= 2) {

@@ -7,8 +7,6 @@
 
 #include "common.cuh"
 
-__device__ inline unsigned in_shared(const void* x) { return __cvta_generic_to_shared(x); }
-
 // The copies of a warp to N places, which it fills in turn. The object lies in shared memory. All threads of the warp call
 // each function.
 template <int N> struct Copies {
@@ -17,7 +15,7 @@ template <int N> struct Copies {
 
   // Call it once. Copies that start later overwrite what the warp wrote to the places before.
   __device__ void prepare() {
-    if (lane() < N) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(barriers + lane())) : "memory");
+    if (lane() < N) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(here(barriers + lane())) : "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncwarp();
   }
@@ -28,16 +26,16 @@ template <int N> struct Copies {
     constexpr unsigned long long EVICT_FIRST = 0x12F0000000000000;
     if (bytes == 0 || lane() > 0) return;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 ::"r"(in_shared(barriers + i)), "r"(bytes) : "memory");
+                 ::"r"(here(barriers + i)), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1], %2, [%3], %4;"
-                 ::"r"(in_shared(to)), "l"(from), "r"(bytes), "r"(in_shared(barriers + i)), "l"(EVICT_FIRST) : "memory");
+                 ::"r"(here(to)), "l"(from), "r"(bytes), "r"(here(barriers + i)), "l"(EVICT_FIRST) : "memory");
   }
 
   // Wait for the oldest copy. It went to place `i`, which had been filled `round` times before.
   __device__ void wait(int i, int round) {
     asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;"
-                 " @!done bra again; }" ::"r"(in_shared(barriers + i)), "r"(round & 1) : "memory");
+                 " @!done bra again; }" ::"r"(here(barriers + i)), "r"(round & 1) : "memory");
   }
 #else
   __device__ void prepare() { __syncwarp(); }
@@ -45,7 +43,7 @@ template <int N> struct Copies {
   __device__ void start(int i, void* to, const void* from, int bytes) {
     for (int at = 16 * lane(); at < bytes; at += 16 * 32)
       asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
-                   ::"r"(in_shared(static_cast<char*>(to) + at)), "l"(static_cast<const char*>(from) + at) : "memory");
+                   ::"r"(here(static_cast<char*>(to) + at)), "l"(static_cast<const char*>(from) + at) : "memory");
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
 

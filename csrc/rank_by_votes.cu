@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   const long long bh = blockIdx.x;
   const int tid = threadIdx.x, lane = tid % 32;
   unsigned row[B];
-  for (int i = 0; i < B; i++) row[i] = __cvta_generic_to_shared(lookup) + 4 * (lane / B * B + (lane + i) % B);
+  for (int i = 0; i < B; i++) row[i] = here(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
   wait_for_previous();
   const int end = ring_begin[blockIdx.x / heads];
