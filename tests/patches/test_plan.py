@@ -119,6 +119,21 @@ def test_the_largest_batch_and_its_hot_buffers_fit_and_no_more_do(folder, limit,
     assert left == every if limit == "host" else left < every
 
 
+@pytest.mark.parametrize(
+    ("gib", "used", "said"), [(123.69, 123.6, "up to 123.6,"), (0.01237, 0.0123, "up to 0.0123,"), (2**-16, 2**-16, "")]
+)
+def test_room_for_hot_buffers_is_rounded_down_and_decides_however_small(gib, used, said, monkeypatch):
+    """Else the table would be of the free memory of a GPU that happens to be here."""
+    from torchsparsekv.commands import plan
+
+    monkeypatch.setattr(memory, "largest_batch", lambda *_, **__: 3)
+    monkeypatch.setattr(memory, "hot_room", lambda *_: int(gib * 2**30))
+    batch, hot, line = plan._largest(None, 128, True, 0, plan.Room(3.0, 1.0))
+    assert (batch, hot) == (3, pytest.approx(used))
+    assert said in line
+    assert ("hot_gib" in line) == bool(said)
+
+
 def test_plan_command_and_patch_have_one_default_for_offload(folder):
     small = ("plan", folder, "--method", "quest", "--max-length", "128", "--set", "budget=16")
     told = answered(*small)

@@ -90,10 +90,10 @@ def _largest(plan, length: int, on_host: bool, weights: int, room: Room) -> tupl
         raise ValueError(f"not one sequence of {length} tokens fits in {memory}, {beside}")
     hot = hot_room(plan, batch, length, left) / 2**30 if on_host else 0
     digits = 1 if hot >= 0.1 else 4
-    hot = math.floor(hot * 10**digits) / 10**digits
-    fill = f", with hot_gib up to {hot:.{digits}f}" if hot else ""
+    rounded = math.floor(hot * 10**digits) / 10**digits
+    fill = f", with hot_gib up to {rounded:.{digits}f}" if rounded else ""
     said = f"largest batch: {batch} sequences of {length} tokens{fill}, {beside}; a prompt takes more in its forward"
-    return batch, hot or None, said
+    return batch, rounded or hot or None, said
 
 
 def planned(
