@@ -29,6 +29,7 @@ from torchsparsekv.engines import _blocks
 from torchsparsekv.engines._blocks import BlockStore
 from torchsparsekv.engines._options import read_options
 from torchsparsekv.engines._vllm_seams import seam
+from torchsparsekv.method import Method
 from torchsparsekv_benchmarks import _results, _traces
 from torchsparsekv_benchmarks._options import at_least, check_measured, different, option, parse, said
 from torchsparsekv_benchmarks.speed import _common, decode
@@ -76,8 +77,8 @@ class Options:
         different(self, "contexts", "batches", "places", "methods")
         at_least(self, contexts=1, batches=0, block=1, steps=1, most=1, limit=1, grows=self.steps + self.warm + 2)
         check_measured(self.hyper, self.methods)
-        for method in self.methods:
-            read_options(self.ours(method), self.block)
+        for name in self.methods:
+            self.method(name)
         if unknown := sorted(set(self.places) - set(BACKENDS)):
             raise ValueError(f"places must be of {', '.join(BACKENDS)}, got {', '.join(unknown)}")
         if not self.native and (these := [place for place in self.places if place in NATIVE]):
@@ -86,16 +87,19 @@ class Options:
             raise ValueError("compiled needs native: vLLM with its native code")
         if self.trace and min(self.contexts) < (least := _traces.contents(Path(self.trace))[0]["length"]):
             raise ValueError(f"{Path(self.trace).name} needs contexts of at least {least}, got {min(self.contexts)}")
-        for method in self.methods if self.trace else ():
-            self.selected(method)
+        for name in self.methods if self.trace else ():
+            self.selected(name)
 
     @property
     def warm(self) -> int:
         return WARM_REPLAY if self.trace else WARM
 
-    def selected(self, method: str) -> torch.Tensor:
+    def method(self, name: str) -> Method:
+        return read_options(self.ours(name), self.block).method
+
+    def selected(self, name: str) -> torch.Tensor:
         """The blocks of the trace that this method selected."""
-        return _traces.read(Path(self.trace), method, read_options(self.ours(method), self.block).method.budget)
+        return _traces.read(Path(self.trace), name, self.method(name).budget)
 
     def ours(self, method: str) -> dict[str, Any]:
         """What the library is told of a method."""
@@ -105,7 +109,7 @@ class Options:
         """What a row says of a method: its own hyper-parameters, and the groups of its estimate of the rest."""
         if not method:
             return {}
-        rest = read_options(self.ours(method), self.block).method.rest
+        rest = self.method(method).rest
         steered = {"trace": Path(self.trace).name} if self.trace else {}
         return said(parse(self.hyper).get(method, {})) | ({"rest": rest} if rest else {}) | steered
 
@@ -240,7 +244,7 @@ def engine(
 
 @contextlib.contextmanager
 def serving(o: Options, of: Engine) -> Iterator[tuple[Any, Replay | None]]:
-    """An engine with random weights, and what puts the blocks of a trace in place, if there is one."""
+    """An engine with random weights, and its replay, if there is a trace."""
     from transformers import AutoConfig
 
     fields = dict(_common.SHAPES[o.shape])
@@ -254,7 +258,7 @@ def serving(o: Options, of: Engine) -> Iterator[tuple[Any, Replay | None]]:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             layers, heads = config.num_hidden_layers, config.num_key_value_heads
             replay = Replay(o.selected(of.method), layers, o.most, heads, device)
-            stack.enter_context(replay_in_engine(read_options(o.ours(of.method), o.block).method, replay))
+            stack.enter_context(replay_in_engine(o.method(of.method), replay))
         llm = stack.enter_context(engine(folder, BACKENDS[of.place] or seam().NAME, **engine_options(o, of)))
         llm.apply_model(_randomise)
         stack.enter_context(stored_prompts(o.most))

@@ -76,7 +76,7 @@ def test_steps_are_timed_in_which_all_requests_decode(monkeypatch):
 
 
 def test_every_step_has_blocks_of_the_trace(monkeypatch):
-    """Those of the first step come when all requests decode. The last step tells how much is fetched."""
+    """A replay begins when all requests decode, and goes on to the step that counts fetched blocks."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
     put: list[int] = []
     o, both = serve.Options(steps=5, trace=TRACE), ["0", "1"]

@@ -108,8 +108,8 @@ class Engine:
         return torch.tensor([r.length for r in those] + [0], dtype=torch.int32).to(DEVICE), table.to(DEVICE)
 
     def decode(self, those: list[Request], steered: bool = False) -> torch.Tensor:
-        """A step of these, in this order, and of a row that pads the batch. Of a steered step that row may be anything:
-        blocks are put in place for it too."""
+        """A step of these, in this order, and of a row that pads the batch. Steered: that row has blocks too, and its
+        result is not checked."""
         self._write([(r, 1) for r in those])
         q = torch.randn(len(those) + 1, HEADS * GROUP, DIM, generator=self.g)
         length, table = self.tables(those)
