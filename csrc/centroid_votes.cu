@@ -1,19 +1,20 @@
 // The rotated query and the votes of every centroid, as ops/pariskv/centroid_votes.py specifies them, for subspaces of
-// 8 dimensions (256 centroids). A program handles one subspace of up to four queries.
+// 8 dimensions (256 centroids). A warp handles one subspace of one query, and a program SPACES subspaces of up to four
+// queries.
 //
-// Compile-time constants: B subspaces (8, 16 or 32); F queries of a kv head, each the sum of G query heads; D channels;
-// KIND, the type of the query (0 float, 1 half, 2 bfloat16).
+// Compile-time constants: B subspaces (8, 16 or 32), and SPACES (1 or 4) of a program; F queries of a kv head, each the sum
+// of G query heads; D channels; KIND, the type of the query (0 float, 1 half, 2 bfloat16).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
-constexpr int SIZE = 256, HALF = SIZE / 2, PACK = 4;
-constexpr int FIELDS = F < PACK ? F : PACK, THREADS = HALF * FIELDS;
-constexpr int LANES = 16;  // threads that sum up one coordinate
-constexpr unsigned long long WALSH = 0x963C5AF066CCAA00;  // byte j: signs of row j of the 8 x 8 Hadamard matrix
+constexpr int SIZE = 256, HALF = SIZE / 2, EACH = HALF / 32;  // pairs of opposite centroids: HALF, EACH of a lane
+constexpr int PACK = 4, FIELDS = F < PACK ? F : PACK, WARPS = FIELDS * SPACES;
 __constant__ int PERCENT[6] = {5, 15, 30, 50, 75, 100};
+static_assert(EACH == 4 && B % SPACES == 0);
 
 struct Flips { unsigned at[8]; };  // one bit per channel: whether its sign is flipped
+struct __align__(4 * SPACES) Entries { unsigned at[SPACES]; };  // of the table, beside one another
 
 // Add eight channels of a query to `x`, from channel `first` on; channels beyond D count as 0.
 __device__ void add(float (&x)[8], const void* q, int first) {
@@ -38,101 +39,159 @@ __device__ void add(float (&x)[8], const void* q, int first) {
   }
 }
 
-// One coordinate of the rotated query, before scaling. LANES threads compute it together, and each of them returns it.
-__device__ float rotate(const char* q, int stride, int coordinate, const Flips& flips) {
-  constexpr int BYTES = KIND ? 2 : 4;
-  float y = 0;
-  for (int eight = threadIdx.x % LANES; eight < B; eight += LANES) {
-    float x[8] = {};
-    for (int g = 0; g < G; g++) add(x, q + (long long)g * stride * BYTES, 8 * eight);
-    unsigned minus = flips.at[eight / 4] >> eight % 4 * 8 ^ (unsigned)(WALSH >> coordinate % 8 * 8);
-    if (__popc(coordinate & 8 * eight) % 2) minus = ~minus;
-    for (int i = 0; i < 8; i++) y += minus >> i & 1 ? -x[i] : x[i];
+// Eight coordinates of the rotated query, before scaling: lane 4 j returns coordinate j of the subspace, and so do the
+// three lanes after it. A lane starts with eight channels: their products with the rows of the 8 x 8 Hadamard matrix.
+__device__ float rotate(const char* q, int stride, int space, const Flips& flips) {
+  float y[8] = {};
+  if (lane() < B) {
+    for (int g = 0; g < G; g++) add(y, q + (long long)g * stride * (KIND ? 2 : 4), 8 * lane());
+    const unsigned minus = flips.at[lane() / 4] >> lane() % 4 * 8;
+    for (int i = 0; i < 8; i++) y[i] = minus >> i & 1 ? -y[i] : y[i];
+    for (int d = 1; d < 8; d *= 2)
+      for (int i = 0; i < 8; i++)
+        if (!(i & d)) {
+          const float a = y[i], b = y[i + d];
+          y[i] = a + b, y[i + d] = a - b;
+        }
+    if (__popc(space & lane()) % 2)
+      for (int i = 0; i < 8; i++) y[i] = -y[i];
   }
-  for (int d = LANES / 2; d; d /= 2) y += __shfl_xor_sync(ALL, y, d);
-  return y;
+  for (int n = 4; n; n /= 2)  // add up over the lanes; a lane keeps half of its coordinates, and sends the others
+    for (int i = 0; i < n; i++) {
+      const bool upper = lane() & 4 * n;
+      const float sent = __shfl_xor_sync(ALL, upper ? y[i] : y[i + n], 4 * n);
+      y[i] = (upper ? y[i + n] : y[i]) + sent;
+    }
+  y[0] += __shfl_xor_sync(ALL, y[0], 2);
+  return y[0] + __shfl_xor_sync(ALL, y[0], 1);
 }
 
-// Prefix sums of two numbers over the HALF threads of a query (`upto`), and their totals (`all`); `warps` is scratch.
-__device__ void scan(int2& upto, int2& all, int2 (&warps)[HALF / 32]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x % HALF / 32;
-  for (int d = 1; d < 32; d *= 2) {  // as `sum_upto`, for both numbers
-    const int x = __shfl_up_sync(ALL, upto.x, d), y = __shfl_up_sync(ALL, upto.y, d);
-    if (lane >= d) upto.x += x, upto.y += y;
-  }
-  if (lane == 31) warps[warp] = upto;
-  __syncthreads();
-  all = {0, 0};
-  for (int i = 0; i < HALF / 32; i++) {
-    if (i == warp) upto.x += all.x, upto.y += all.y;
-    all.x += warps[i].x, all.y += warps[i].y;
-  }
+// Sort the numbers of a warp, the largest first. Lane i has numbers EACH * i and the next. Sorted runs merge in pairs: the
+// first number of a run is compared with the last number of the other, then numbers d apart with each other.
+__device__ void sort(float (&x)[EACH]) {
+#pragma unroll
+  for (int run = 2; run <= HALF; run *= 2)  // the length after the merge
+#pragma unroll
+    for (int d = run / 2; d; d /= 2) {
+      const int apart = d == run / 2 ? run - 1 : d;  // number `at` is compared with number `at` ^ `apart`
+      if (apart < EACH) {
+        for (int i = 0; i < EACH; i++)
+          if (!(i & d)) {
+            const float one = x[i], other = x[i ^ apart];
+            x[i] = fmaxf(one, other), x[i ^ apart] = fminf(one, other);
+          }
+      } else {
+        const bool smaller = lane() & d / EACH;
+        float other[EACH];
+        for (int i = 0; i < EACH; i++) other[i] = __shfl_xor_sync(ALL, x[i ^ apart % EACH], apart / EACH);
+        for (int i = 0; i < EACH; i++) x[i] = (other[i] > x[i]) != smaller ? other[i] : x[i];
+      }
+    }
 }
 
-// The number of absolute scores of a query above `s`.
-__device__ int above(const float (&scores)[HALF], float s) {
-  float count = 0;
-  for (int i = 0; i < HALF; i += 4) {
-    const float4 t = *reinterpret_cast<const float4*>(&scores[i]);
-    if (t.x > s) count += 1;
-    if (t.y > s) count += 1;
-    if (t.z > s) count += 1;
-    if (t.w > s) count += 1;
+// For each score, how many of the sorted numbers are above its absolute value. (With pointers that move instead of numbers,
+// NVRTC 13 makes wrong code of the last step.)
+__device__ void rank(int (&above)[EACH], const float (&sorted)[HALF], const float (&score)[EACH]) {
+  for (int i = 0; i < EACH; i++) above[i] = 0;
+#pragma unroll
+  for (int d = HALF / 2; d; d /= 2)
+    for (int i = 0; i < EACH; i++)
+      if (sorted[above[i] + d - 1] > fabsf(score[i])) above[i] += d;
+}
+
+// What a warp keeps in shared memory. `keys` has the number of keys of each rank, apart for positive and for negative
+// scores. Later keys[0] has the votes of each rank: of its positive scores, and 8 bits further of its negative scores.
+struct Scratch {
+  float sorted[HALF];
+  int keys[2][HALF];
+};
+
+// Turn the number of keys of each rank into the votes of that rank. A rank of positive scores comes after those above
+// it, a rank of negative scores after all positive scores and after the ranks below it.
+__device__ void vote(Scratch& s, const int (&limits)[6]) {
+  int4* const to = reinterpret_cast<int4*>(s.keys[0]) + lane();
+  const int4 high = *to, low = reinterpret_cast<const int4*>(s.keys[1])[lane()];
+  const int above[EACH] = {high.x, high.y, high.z, high.w}, below[EACH] = {low.x, low.y, low.z, low.w};
+  const int high_upto = sum_upto(high.x + high.y + high.z + high.w), low_upto = sum_upto(low.x + low.y + low.z + low.w);
+  int before_high = high_upto - (high.x + high.y + high.z + high.w);
+  int before_low = __shfl_sync(ALL, high_upto + low_upto, 31) - low_upto + (low.x + low.y + low.z + low.w);
+  int votes[EACH];
+  for (int i = 0; i < EACH; i++) {
+    int of_high = 0, of_low = 0;
+    before_low -= below[i];
+    for (int limit : limits) {
+      if (before_high < limit) of_high++;
+      if (before_low < limit) of_low++;
+    }
+    before_high += above[i];
+    votes[i] = of_high | of_low << 8;
   }
-  return count;
+  *to = {votes[0], votes[1], votes[2], votes[3]};
 }
 
 // Opposite patterns have opposite scores, so it suffices to rank the absolute scores of the pairs. The rank of a pair
-// is the number of pairs above it. Pairs of equal score share a rank, and `keys[rank]` sums their numbers of keys.
-extern "C" __global__ void __launch_bounds__(THREADS) votes(
+// is the number of pairs above it. Pairs of equal score share a rank.
+extern "C" __global__ void __launch_bounds__(32 * WARPS) votes(
     const char* q, const int* counts, float* rotated, unsigned* table, const int* ring_begin, int q_b, int q_h, int heads,
     int sink, float scale, ShareByLength rho, const __grid_constant__ Flips flips) {
-  __shared__ __align__(16) float scores[FIELDS][HALF];
-  __shared__ int2 keys[FIELDS][HALF], warps[FIELDS][HALF / 32];
-  __shared__ float x[FIELDS][8];
+  __shared__ __align__(16) Scratch scratch[WARPS];
+  __shared__ __align__(4) unsigned char got[SPACES][SIZE][PACK];  // centroid c is at place (c / 4, c % 4), transposed
   __shared__ int limits[6];
-  __shared__ __align__(4) unsigned char got[SIZE][PACK];
   const long long bh = blockIdx.x, b = blockIdx.x / heads, h = blockIdx.x % heads;  // a 32-bit division
-  const int space = blockIdx.y, pack = blockIdx.z, f = threadIdx.x / HALF, pair = threadIdx.x % HALF;
-  const int field = pack * PACK + f;
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) reinterpret_cast<unsigned*>(got)[i] = 0;
-  keys[f][pair] = {0, 0};
+  const int nth = warp() / FIELDS, f = warp() % FIELDS, space = blockIdx.y * SPACES + nth;
+  const int field = blockIdx.z * PACK + f;
+  Scratch& s = scratch[warp()];
+  for (int i = 0; i < 2; i++) reinterpret_cast<int4*>(s.keys[i])[lane()] = {};
+  if (F % PACK)
+    for (int i = threadIdx.x; i < SPACES * SIZE; i += 32 * WARPS) reinterpret_cast<unsigned*>(got)[i] = 0;
   wait_for_previous();
-  int up = 0, down = 0;
-  if (field < F) {
-    const int* count = counts + (bh * B + space) * SIZE;
-    up = count[pair], down = count[SIZE - 1 - pair];
-    const int j = pair / LANES, coordinate = space * 8 + j;
-    const float y = rotate(q + (b * q_b + (h * F + field) * G * q_h) * (KIND ? 2 : 4), q_h, coordinate, flips);
-    if (pair % LANES == 0) x[f][j] = y, rotated[(bh * F + field) * B * 8 + coordinate] = y * scale;
-  }
   if (threadIdx.x < 6) {
     const int n = max(ring_begin[b] - sink, 0);
     limits[threadIdx.x] = (int)((n * share_by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
   }
-  __syncthreads();
-  float s = 0;
-  for (int j = 0; j < 8; j++) s += pair >> j & 1 ? x[f][j] : -x[f][j];
-  const bool negative = s < 0;
-  s = fabsf(s), scores[f][pair] = s;
-  __syncthreads();
-  const int rank = above(scores[f], s);
-  atomicAdd(&keys[f][rank].x, negative ? down : up), atomicAdd(&keys[f][rank].y, negative ? up : down);
-  __syncthreads();
-  const int2 here = keys[f][pair];  // keys of rank `pair`: of positive and of negative scores
-  int2 upto = here, all;
-  scan(upto, all, warps[f]);
-  keys[f][pair] = {upto.x - here.x, all.x + all.y - upto.y};  // keys of centroids with strictly better scores
-  __syncthreads();
+  float score[EACH] = {};  // of the pair with pattern EACH * lane() + i
+  int4 first, last;
   if (field < F) {
-    const int2 before = keys[f][rank];
-    int high = 0, low = 0;
-    for (int i = 0; i < 6; i++) high += before.x < limits[i], low += before.y < limits[i];
-    const int c = negative ? SIZE - 1 - pair : pair;
-    got[c][f] = high;
-    got[SIZE - 1 - c][f] = s == 0 ? high : low;
+    const int4* const count = reinterpret_cast<const int4*>(counts + (bh * B + space) * SIZE);
+    first = count[lane()], last = count[SIZE / EACH - 1 - lane()];
+    const float y = rotate(q + (b * q_b + (h * F + field) * G * q_h) * (KIND ? 2 : 4), q_h, space, flips);
+    if (lane() % 4 == 0) rotated[((bh * F + field) * B + space) * 8 + lane() / 4] = y * scale;
+    float x[8];
+    for (int j = 0; j < 8; j++) x[j] = __shfl_sync(ALL, y, 4 * j);
+    float of_lane = -x[7];
+    for (int j = 2; j < 7; j++) of_lane += lane() >> j - 2 & 1 ? x[j] : -x[j];
+    float sorted[EACH];
+    for (int i = 0; i < EACH; i++) {
+      score[i] = of_lane + ((i & 1 ? x[0] : -x[0]) + (i & 2 ? x[1] : -x[1]));
+      sorted[i] = fabsf(score[i]);
+    }
+    sort(sorted);
+    reinterpret_cast<float4*>(s.sorted)[lane()] = {sorted[0], sorted[1], sorted[2], sorted[3]};
   }
   __syncthreads();
-  table += (bh * gridDim.z + pack) * SIZE * B + space;
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) table[i * B] = reinterpret_cast<unsigned*>(got)[i];
+  if (field < F) {
+    const int up[EACH] = {first.x, first.y, first.z, first.w}, down[EACH] = {last.w, last.z, last.y, last.x};
+    int above[EACH];
+    rank(above, s.sorted, score);
+    for (int i = 0; i < EACH; i++) {
+      atomicAdd(&s.keys[0][above[i]], score[i] < 0 ? down[i] : up[i]);
+      atomicAdd(&s.keys[1][above[i]], score[i] < 0 ? up[i] : down[i]);
+    }
+    __syncwarp();
+    vote(s, limits);
+    __syncwarp();
+    for (int i = 0; i < EACH; i++) {
+      const int votes = s.keys[0][above[i]], pair = EACH * lane() + i, c = score[i] < 0 ? SIZE - 1 - pair : pair;
+      const auto put = [&](int c, int votes) { got[nth][c % EACH * (SIZE / EACH) + c / EACH][f] = votes; };
+      put(c, votes & 255), put(SIZE - 1 - c, score[i] == 0 ? votes & 255 : votes >> 8);
+    }
+  }
+  __syncthreads();
+  table += (bh * gridDim.z + blockIdx.z) * SIZE * B + blockIdx.y * SPACES;
+  for (int i = threadIdx.x; i < SIZE; i += 32 * WARPS) {
+    const int c = i % (SIZE / EACH) * EACH + i / (SIZE / EACH);
+    Entries entries;
+    for (int k = 0; k < SPACES; k++) entries.at[k] = *reinterpret_cast<const unsigned*>(got[k][i]);
+    *reinterpret_cast<Entries*>(table + c * B) = entries;
+  }
 }

@@ -29,7 +29,15 @@ from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.hadamard import hadamard_odd
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import FLOATS, Of
-from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    next_power_of_2,
+    sm_count,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.pariskv._srht import SEEDS, is_flipped, rotate, signs
 from torchsparsekv.ops.pariskv.views import Codes
 from torchsparsekv.ops.store.views import Lengths
@@ -39,6 +47,7 @@ PERCENT = (5, 15, 30, 50, 75, 100)  # a centroid gets a vote for each threshold 
 MILLION = 1_000_000
 HEADS_PER_ENTRY = 4  # query heads whose votes share an entry of the table, one byte each
 NATIVE_SPACES = (8, 16, 32)  # subspaces that csrc/centroid_votes.cu supports, of 256 centroids
+NATIVE_BATCH = 4  # subspaces of a program, if then every multiprocessor has one; else 1
 
 
 def check_ratios(ratios) -> None:
@@ -213,25 +222,33 @@ def _flip_bits(seed: int, size: int) -> tuple[int, ...]:
     return tuple(sum(bit << i for i, bit in enumerate(word)) for word in minus)
 
 
-def _fits(q, codes, lengths, ratios, mean, seed) -> _cuda.Module | str:
+def _fits(q, codes, lengths, ratios, mean, seed) -> tuple[_cuda.Module, int] | str:
     heads, spaces, size = codes.counts.shape[1:]
     if size != 256 or spaces not in NATIVE_SPACES:
         return f"{spaces} subspaces of {size} centroids"
+    if not _cuda.aligned(codes.counts):
+        return "counts are not aligned to 16 bytes"
     group = q.shape[1] // heads
     kind = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[q.dtype]
     queries, sums = (1, group) if mean else (group, 1)
-    return _cuda.load("centroid_votes", q.device, B=spaces, F=queries, G=sums, D=q.shape[3], KIND=kind)
+    programs = q.shape[0] * heads * cdiv(queries, HEADS_PER_ENTRY) * spaces // NATIVE_BATCH
+    each = NATIVE_BATCH if programs >= sm_count(q.device) else 1
+    sizes = dict(B=spaces, SPACES=each, F=queries, G=sums, D=q.shape[3], KIND=kind)
+    kernels = _cuda.load("centroid_votes", q.device, **sizes)
+    return kernels if isinstance(kernels, str) else (kernels, each)
 
 
-def _launch_cuda(kernels, q, codes, lengths, ratios, mean, seed) -> tuple[Tensor, Tensor]:
+def _launch_cuda(fitting, q, codes, lengths, ratios, mean, seed) -> tuple[Tensor, Tensor]:
     """csrc/centroid_votes.cu"""
+    kernels, each = fitting
     batch, heads, spaces, _ = codes.counts.shape
     rotated, votes = fake(q, codes, lengths, ratios, mean)
     below, _, rho = split_ratios(ratios)
     kernels.launch(
-        "votes", (batch * heads, spaces, votes.shape[2]), 128 * min(rotated.shape[2], HEADS_PER_ENTRY), q, codes.counts,
-        rotated, votes, lengths.ring_begin, q.stride(0), q.stride(1), heads, lengths.sink, scale_of(q, heads, mean),
-        below + rho, _flip_bits(seed, rotated.shape[3]),
+        "votes", (batch * heads, spaces // each, votes.shape[2]),
+        32 * each * min(rotated.shape[2], HEADS_PER_ENTRY), q, codes.counts, rotated, votes, lengths.ring_begin,
+        q.stride(0), q.stride(1), heads, lengths.sink, scale_of(q, heads, mean), below + rho,
+        _flip_bits(seed, rotated.shape[3]),
     )  # fmt: skip
     return rotated, votes
 
