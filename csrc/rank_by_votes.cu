@@ -12,7 +12,7 @@
 #include "table.cuh"
 
 constexpr int SIZE = 256, BANKS = 32;
-constexpr int BATCH = 2;  // keys per thread that are loaded at a time
+constexpr int BATCH = 2048 / THREADS;  // keys per thread that are loaded at a time
 constexpr int STEP = THREADS;  // keys that a program scores at a time; spans are multiples of it
 static_assert(THREADS % BINS == 0);
 

@@ -95,6 +95,13 @@ __device__ void write(
   if (row == 0 && quarter % 2 == 0 && group < groups) peaks[group] = peak;
 }
 
+// Write the scores and peaks of 32 places without a candidate.
+__device__ void write_none(float* out, float* peaks, int first, int total, int groups) {
+  const int group = first / GROUP + lane();
+  if (first + lane() < total) out[first + lane()] = none();
+  if (lane() < PER_WARP / GROUP && group < groups) peaks[group] = none();
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     const float* rotated, const unsigned* codes, const unsigned short* weights, const int* candidates, float* out,
     float* peaks, const int* blocks, int places, int heads, int rows, int total, int groups) {
@@ -121,12 +128,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
     }
   }
   for (; first < total; first += step) {
-    const Rows ahead = load(codes, weights, next_rows);  // in flight during the products
+    Rows ahead = {};
+    if (__any_sync(ALL, next_rows >= 0)) ahead = load(codes, weights, next_rows);  // in flight during the products
     const int rows_after_next = row_of(after_next);
     after_next = candidate(first + 3 * step);
-    float best[ROWS] = {};
-    if (__any_sync(ALL, pool_rows >= 0)) estimate(best, here, query);  // whole warps at the end have none
-    write(out, peaks, best, first, pool_rows, total, groups);
+    if (__any_sync(ALL, pool_rows >= 0)) {
+      float best[ROWS];
+      estimate(best, here, query);
+      write(out, peaks, best, first, pool_rows, total, groups);
+    } else {  // most of the candidates at the end, if the row has fewer than it may have
+      write_none(out, peaks, first, total, groups);
+    }
     here = ahead, pool_rows = next_rows, next_rows = rows_after_next;
   }
 }

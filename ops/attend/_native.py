@@ -15,12 +15,14 @@ from torchsparsekv.ops.store.views import Attention
 
 # Triton takes other shapes.
 DIMS, MOST_HEADS = (64, 128, 256), 8  # head_dim; query heads of a kv head at most
-# Programs per kv head (a cluster), at most. Warps per program: the least, the most behind fetch, and the most. A
-# program of 16 warps fills a multiprocessor, so it cannot start before fetch ends: fetch and attention together take
-# 10.6 us, not 10.4, at 1360 tokens.
-MOST_CLUSTER, WARPS, FETCH_WARPS, MOST_WARPS = 8, 8, 12, 16
+# Warps per program: the least, the most behind fetch, and the most. A program of 16 warps fills a multiprocessor, so it
+# cannot start before fetch ends: fetch and attention together take 10.6 us, not 10.4, at 1360 tokens.
+WARPS, FETCH_WARPS, MOST_WARPS = 8, 12, 16
 TILE = 16  # tokens, or groups of the rest, that a warp takes at a time
 RESERVED = 1 << 10  # bytes of shared memory that the driver takes for each program
+# Bytes of shared memory of a multiprocessor at the share that ops/_machinery/cuda.py asks for: 40 % of 228 KiB, rounded
+# up to a size that the hardware has. A larger share costs more than it gains, since it is taken from the L1.
+SHARED_ROOM = 100 << 10
 MOST_GROUP = 1 << 15  # pool rows of a group of the rest: a weight times a group must fit fp16
 
 
@@ -35,23 +37,27 @@ def cluster_of(device: torch.device, heads: int) -> int:
     """Programs per kv head, a power of two; above 1 only if every program has a multiprocessor of its own. `heads`: the
     kv heads of all rows together.
 
-    A cluster of 8 starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters
-    of 8 and 10.2 in clusters of 4.
+    The programs of a cluster need neighbouring multiprocessors, so large clusters do not fill the GPU. A cluster of 8
+    starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters of 8 and 10.2
+    in clusters of 4. With the rest 32 kv heads take 25 us in clusters of 4 and 19 in clusters of 2.
     """
-    room = max(1, sm_count(device) // heads)
-    return MOST_CLUSTER if room >= 2 * MOST_CLUSTER else min(MOST_CLUSTER // 2, 1 << room.bit_length() - 1)
+    room = sm_count(device) / heads
+    return 8 if room >= 16 else 4 if room >= 4.5 else 2 if room >= 2 else 1
 
 
 def warps_of(
-    device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool, most: int = FETCH_WARPS
-) -> int:
+    device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool, most: int = FETCH_WARPS,
+    pairs: bool = False,
+) -> int:  # fmt: skip
     """Warps per program: 8 if heads are wide, because registers allow no more. With the rest 16. Without it 8 if a
     multiprocessor runs several programs, else the fewest from 8 on with as few rounds of tiles as `most`.
 
-    With the rest a program has more to do, and some programs have more tokens than others. 176 kv heads take 96 us with
-    16 warps, and 140 us with two programs of 8 warps on a multiprocessor.
+    With the rest a program has more to do, and some programs have more tokens than others. So it has 16 warps, except
+    where `pairs` of programs of 8 warps share a multiprocessor: 176 kv heads with 256 selected tokens take 47 us then,
+    and 53 with 16 warps. Programs with more tokens have larger tables, so two do not fit: with 1024 tokens 176 kv heads
+    take 127 us with 8 warps, and 92 with 16.
     """
-    if dim > 128:
+    if dim > 128 or pairs:
         return WARPS
     if rest:
         return MOST_WARPS
@@ -120,12 +126,14 @@ def fit(
             return f"sums in {rest.sums.dtype} of groups of {rest.group} with blocks of {page}"
     cluster = cluster_of(device, of_all)
     most_warps = MOST_WARPS if listed else FETCH_WARPS
-    warps = warps_of(device, dim, of_all, cluster, tiles, with_rest, most_warps)
-    dynamic, most = dynamic_bytes(dim, group, warps, cluster, tiles, groups), shared_bytes(device)
-    taken = dynamic + static_bytes(dim, group, warps, cluster, with_rest)
+    dynamic = lambda warps: dynamic_bytes(dim, group, warps, cluster, tiles, groups)  # noqa: E731
+    all_bytes = lambda warps: dynamic(warps) + static_bytes(dim, group, warps, cluster, with_rest)  # noqa: E731
+    pairs = with_rest and of_all > sm_count(device) and 2 * (all_bytes(WARPS) + RESERVED) <= SHARED_ROOM
+    warps = warps_of(device, dim, of_all, cluster, tiles, with_rest, most_warps, pairs)
+    taken, most = all_bytes(warps), shared_bytes(device)
     if taken > most:
         return f"a program takes {taken} bytes of shared memory, and {most} are there"
     roomy = 2 * (taken + RESERVED) <= most + RESERVED
     sizes = constants(dim, group, page, filled, warps, cluster, rest.group, rest.settled, named, roomy, listed)
     kernels = _cuda.load("sparse_attention", device, **sizes, BF16=int(q.dtype == torch.bfloat16))
-    return kernels if isinstance(kernels, str) else Launch(kernels, warps, cluster, dynamic)
+    return kernels if isinstance(kernels, str) else Launch(kernels, warps, cluster, dynamic(warps))

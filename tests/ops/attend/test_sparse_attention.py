@@ -203,6 +203,26 @@ def test_attention_of_an_engine_has_up_to_16_warps(listed, warps, monkeypatch):
     assert (found.warps, found.kernels["WARPS"], found.kernels["LISTED"]) == (warps, warps, int(listed))
 
 
+@pytest.mark.parametrize(
+    ("batch", "tiles", "groups", "warps"), [(22, 52, 512, 8), (22, 100, 512, 16), (57, 52, 2048, 16), (14, 52, 512, 16)]
+)
+def test_two_programs_with_small_tables_share_a_multiprocessor(batch, tiles, groups, warps, monkeypatch):
+    """With more kv heads than multiprocessors. 512 groups and 52 tiles of tokens take 38 KB of the 100 KB."""
+    monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
+    monkeypatch.setattr(SHAPES, "shared_bytes", lambda _: 232_448)
+    monkeypatch.setattr(SHAPES._cuda, "load", lambda *_, **sizes: sizes)
+    q, rows = torch.zeros(batch, 32, 1, 128).half(), torch.zeros(1, 8, 4, 1, 2, 128).half()
+    rest = Rest(torch.zeros(1, 8, groups, 2, 128).half(), 64)
+    found = SHAPES.fit(q, 8, rows, 1, tiles, Attention(1.0), filled=False, rest=rest, groups=groups)
+    assert (found.warps, found.kernels["WARPS"], found.kernels["RESIDENT"]) == (warps, warps, 2 if warps == 8 else 1)
+
+
+@pytest.mark.parametrize(("heads", "programs"), [(8, 8), (16, 4), (28, 4), (32, 2), (64, 2), (112, 1)])
+def test_clusters_are_as_large_as_neighbouring_multiprocessors_allow(heads, programs, monkeypatch):
+    monkeypatch.setattr(SHAPES, "sm_count", lambda _: 132)
+    assert SHAPES.cluster_of(DEVICE, heads) == programs
+
+
 SHAPE = "head_dim {} and {} query heads a kv head are not among (64, 128, 256) and up to 8"
 ODD = {
     "float32": "queries in torch.float32 with sink logits in torch.float32",

@@ -81,10 +81,11 @@ def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alik
     assert (kind, list(reasons)) == (("cuda", []) if packs <= RANK.NATIVE_PACKS else ("triton", ["cuda"]))
     expected = ENTRY.reference(*things)
     assert torch.equal(expected[..., : alone.shape[2]], alone)
-    native_parts = lambda *_: min(resident, -(-rows // RANK.NATIVE_STEP))  # noqa: E731
-    with patched(RESIDENT=resident, native_parts=native_parts):
-        for one in {kind, "triton"}:
-            assert torch.equal(ENTRY.run(one, *there).cpu(), expected), one
+    for step, one in ((RANK.NATIVE_STEP, kind), (RANK.NATIVE_HALF_STEP, kind), (RANK.NATIVE_STEP, "triton")):
+        parts = min(resident, -(-rows // step))
+        always = dict(native_parts=lambda *_, x=parts: x, native_step=lambda *_, x=step: x)
+        with patched(RESIDENT=resident, **always):
+            assert torch.equal(ENTRY.run(one, *there).cpu(), expected), (one, step)
 
 
 @pytest.mark.parametrize(("spaces", "packs"), [(4, 1), (16, 4)])
@@ -99,11 +100,12 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(spaces, packs):
 @pytest.mark.parametrize("heads", [1, 2, 8, 24, 40, 72, 128, 136, 1000])
 @pytest.mark.parametrize("rows", [1000, 8192, 131_072, 524_288])
 def test_cuda_programs_fill_the_multiprocessors(heads, rows, multiprocessors):
-    parts = RANK.native_parts(heads, rows, multiprocessors)
-    rounds = -(-heads * parts // multiprocessors)
-    assert 1 <= parts <= max(1, min(-(-rows // RANK.NATIVE_STEP), multiprocessors))
+    parts, step = RANK.native_parts(heads, rows, multiprocessors), RANK.native_step(heads, multiprocessors)
+    at_once = multiprocessors * RANK.NATIVE_STEP // step
+    rounds = -(-heads * parts // at_once)
+    assert 1 <= parts <= max(1, min(-(-rows // step), multiprocessors))
     if rows >= 131_072:
-        assert heads * parts > 0.85 * multiprocessors * rounds
+        assert heads * parts > 0.85 * at_once * rounds
 
 
 def test_number_of_cuda_programs_at_the_usual_shape():
