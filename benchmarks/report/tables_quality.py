@@ -8,7 +8,7 @@ from typing import Any
 from torchsparsekv_benchmarks.report.load import Result
 from torchsparsekv_benchmarks.report.markdown import DENSE, Means, at, markdown, number, span, table, times
 from torchsparsekv_benchmarks.report.style import tokens
-from torchsparsekv_benchmarks.report.tables_speed import AT_5_PERCENT, LONG, NEWEST, REST_DEFAULT, traced
+from torchsparsekv_benchmarks.report.tables_speed import AT_5_PERCENT, LONG, traced
 
 Row = dict[str, Any]
 RECALL_TASKS = ("single", "multikey", "multivalue", "multiquery", "chain")
@@ -524,10 +524,9 @@ def token_choices(r: Result) -> str:
 
 
 README_ROWS = ("pariskv + rest", "retroinfer", "oracle", "icecache", "pagemean + rest", "louiskv", "quest")
-README_SPEED = (AT_5_PERCENT, NEWEST, REST_DEFAULT, "h200_decode_trace_retroinfer.json")
 
 
-@table("readme", BOARD_LONG, SECOND_LONG, LONG_REST, "h200_decode.json", *README_SPEED)
+@table("readme", BOARD_LONG, SECOND_LONG, LONG_REST, "h200_decode.json", *AT_5_PERCENT)
 def readme(board: Means, second: Means, rest: Means, dense_cache: Result, *speed: Result) -> str:
     """Answers and speed at one setting."""
     every = over_tasks(all_of((board, second, rest)), LONG_SEEDS)
@@ -556,9 +555,7 @@ def readme(board: Means, second: Means, rest: Means, dense_cache: Result, *speed
         "to the same blocks (tokens or pages). Most of the cache is in host memory (`offload=\"host\"`), but all of it "
         "is on the GPU for dense attention. The hot buffer holds 6 x 1024 tokens, 5 % of all. Speed-up: over dense "
         f"attention of the same run, which took {span(quick)} ms. + rest: the default of these two methods, see below; "
-        "their steps also read 2048 means a kv head. "
-        "`icecache`, `retroinfer`: 0.05 to 0.1 ms of a step are a kernel of the replay. A dash: not measured, or the "
-        "column does not apply."
+        "their steps also read 2048 means a kv head. A dash: not measured, or the column does not apply."
     )
     return markdown(said, head, told)
 

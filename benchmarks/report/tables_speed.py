@@ -129,16 +129,9 @@ for _method in RUNS:
     _of_method(_method)
 
 
-REPLAYED = ("h200_decode_trace_1024.json", "h200_decode_trace_more.json")
-REST_DEFAULT = "h200_decode_trace_rest_default.json"  # after the rest had become a default
-NEWEST = "h200_decode_trace_icecache.json"  # after icecache ranked its pages by a list
 AT_256 = "h200_decode_trace_256.json"
-AT_5_PERCENT = "h200_decode_trace_5.json"
-TRACED = (
-    "h200_decode_trace_auto.json", AT_256, AT_5_PERCENT, NEWEST, REST_DEFAULT, "h200_decode_trace_no_rest.json",
-    *REPLAYED, "h200_decode_trace_pagemean.json", "h200_decode_trace_codes.json", "h200_decode_trace_retroinfer.json",
-    "h200_decode_trace_prkv_5.json", "h200_decode_trace_tokens.json",
-)  # fmt: skip
+AT_5_PERCENT = ("h200_decode_trace_5.json", "h200_decode_trace_retroinfer.json")
+TRACED = ("h200_decode_trace_auto.json", AT_256, *AT_5_PERCENT, "h200_decode_trace_more.json")
 FIVE_PERCENT = "hot_budgets=6"  # of 128K tokens, at a budget of 1024
 BUFFERS = {"": "auto", FIVE_PERCENT: "5 %", "hot_budgets=25": "5 %"}  # the last one at a budget of 256
 WITH_REST, WITHOUT = "estimate_rest=True", "estimate_rest=False"
@@ -180,7 +173,7 @@ def speed_trace(*results: Result) -> str:
     return markdown(said, ["method", "budget", "hot buffer", *COLUMNS[:-1]], told)
 
 
-@table("speed-rest", "h200_decode_trace_rest.json", AT_256, "h200_decode_rest_512k.json")
+@table("speed-rest", AT_5_PERCENT[0], AT_256, "h200_decode_rest_512k.json")
 def speed_rest(*results: Result) -> str:
     """What the rest costs: the same steps without and with it."""
     told = []

@@ -44,5 +44,5 @@ def test_the_replay_hits_as_often_as_the_measured_step():
     (replayed,) = (r["hit_rate"] for r in rows
                    if (r["trace"], r["method"], r["hot_budgets"]) == ("qwen_120k", "quest", 6))  # fmt: skip
     measured = json.loads((results / "h200_decode_trace_5.json").read_text())["rows"]
-    (step,) = (r["hit_rate"] for r in measured if r["method"] == "quest")
-    assert replayed == pytest.approx(step, abs=0.01)
+    steps = [r["hit_rate"] for r in measured if r["method"] == "quest"]  # without and with the rest
+    assert steps == pytest.approx([replayed] * 2, abs=0.01)
