@@ -1,20 +1,20 @@
 // The rotated query and the votes of every centroid, as ops/pariskv/centroid_votes.py specifies them, for subspaces of
-// 8 dimensions (256 centroids). A warp handles one subspace of one query, and a program SPACES subspaces of up to four
+// 8 dimensions (256 centroids). A warp handles one subspace of one query, and a program PER_PROGRAM subspaces of up to four
 // queries.
 //
-// Compile-time constants: B subspaces (8, 16 or 32), and SPACES (1 or 4) of a program; F queries of a kv head, each the sum
-// of G query heads; D channels; KIND, the type of the query (0 float, 1 half, 2 bfloat16).
+// Compile-time constants: B subspaces (8, 16 or 32), PER_PROGRAM of them (1 or 4) in a program; F queries of a kv head, each
+// the sum of G query heads; D channels; KIND, the type of the query (0 float, 1 half, 2 bfloat16).
 
 #include "common.cuh"
 #include "tensor.cuh"
 
 constexpr int SIZE = 256, HALF = SIZE / 2, EACH = HALF / 32;  // pairs of opposite centroids: HALF, EACH of a lane
-constexpr int PACK = 4, FIELDS = F < PACK ? F : PACK, WARPS = FIELDS * SPACES;
+constexpr int PACK = 4, FIELDS = F < PACK ? F : PACK, WARPS = FIELDS * PER_PROGRAM;
 __constant__ int PERCENT[6] = {5, 15, 30, 50, 75, 100};
-static_assert(EACH == 4 && B % SPACES == 0);
+static_assert(EACH == 4 && B % PER_PROGRAM == 0);
 
 struct Flips { unsigned at[8]; };  // one bit per channel: whether its sign is flipped
-struct __align__(4 * SPACES) Entries { unsigned at[SPACES]; };  // of the table, beside one another
+struct __align__(4 * PER_PROGRAM) Entries { unsigned at[PER_PROGRAM]; };  // of the table, beside one another
 
 // Add eight channels of a query to `x`, from channel `first` on; channels beyond D count as 0.
 __device__ void add(float (&x)[8], const void* q, int first) {
@@ -40,7 +40,8 @@ __device__ void add(float (&x)[8], const void* q, int first) {
 }
 
 // Eight coordinates of the rotated query, before scaling: lane 4 j returns coordinate j of the subspace, and so do the
-// three lanes after it. A lane starts with eight channels: their products with the rows of the 8 x 8 Hadamard matrix.
+// three lanes after it. A lane starts with eight channels: their products with the rows of the 8 x 8 Hadamard matrix. The
+// sign of channel 8 l + i in coordinate j is the parity of the bits of `space` & l and of j & i.
 __device__ float rotate(const char* q, int stride, int space, const Flips& flips) {
   float y[8] = {};
   if (lane() < B) {
@@ -99,31 +100,31 @@ __device__ void rank(int (&above)[EACH], const float (&sorted)[HALF], const floa
       if (sorted[above[i] + d - 1] > fabsf(score[i])) above[i] += d;
 }
 
-// What a warp keeps in shared memory. `keys` has the number of keys of each rank, apart for positive and for negative
-// scores. Later keys[0] has the votes of each rank: of its positive scores, and 8 bits further of its negative scores.
+// What a warp keeps in shared memory. keys[0] and keys[1]: the number of keys of the positive and of the negative scores of
+// each rank. `vote` replaces keys[0] by the votes of the ranks: byte 0 for a positive score, byte 1 for a negative one.
 struct Scratch {
   float sorted[HALF];
   int keys[2][HALF];
 };
 
-// Turn the number of keys of each rank into the votes of that rank. A rank of positive scores comes after those above
-// it, a rank of negative scores after all positive scores and after the ranks below it.
+// Turn the numbers of keys into votes. Better than a positive score are the positive scores of lower ranks. Better than a
+// negative score are all positive scores, and the negative scores of higher ranks.
 __device__ void vote(Scratch& s, const int (&limits)[6]) {
   int4* const to = reinterpret_cast<int4*>(s.keys[0]) + lane();
   const int4 high = *to, low = reinterpret_cast<const int4*>(s.keys[1])[lane()];
-  const int above[EACH] = {high.x, high.y, high.z, high.w}, below[EACH] = {low.x, low.y, low.z, low.w};
+  const int high_keys[EACH] = {high.x, high.y, high.z, high.w}, low_keys[EACH] = {low.x, low.y, low.z, low.w};
   const int high_upto = sum_upto(high.x + high.y + high.z + high.w), low_upto = sum_upto(low.x + low.y + low.z + low.w);
   int before_high = high_upto - (high.x + high.y + high.z + high.w);
   int before_low = __shfl_sync(ALL, high_upto + low_upto, 31) - low_upto + (low.x + low.y + low.z + low.w);
   int votes[EACH];
   for (int i = 0; i < EACH; i++) {
     int of_high = 0, of_low = 0;
-    before_low -= below[i];
+    before_low -= low_keys[i];
     for (int limit : limits) {
       if (before_high < limit) of_high++;
       if (before_low < limit) of_low++;
     }
-    before_high += above[i];
+    before_high += high_keys[i];
     votes[i] = of_high | of_low << 8;
   }
   *to = {votes[0], votes[1], votes[2], votes[3]};
@@ -135,15 +136,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) votes(
     const char* q, const int* counts, float* rotated, unsigned* table, const int* ring_begin, int q_b, int q_h, int heads,
     int sink, float scale, ShareByLength rho, const __grid_constant__ Flips flips) {
   __shared__ __align__(16) Scratch scratch[WARPS];
-  __shared__ __align__(4) unsigned char got[SPACES][SIZE][PACK];  // centroid c is at place (c / 4, c % 4), transposed
+  // Centroid c is at place c % 4 * 64 + c / 4, so that lanes write to different banks.
+  __shared__ __align__(4) unsigned char entries[PER_PROGRAM][SIZE][PACK];
   __shared__ int limits[6];
   const long long bh = blockIdx.x, b = blockIdx.x / heads, h = blockIdx.x % heads;  // a 32-bit division
-  const int nth = warp() / FIELDS, f = warp() % FIELDS, space = blockIdx.y * SPACES + nth;
+  const int own = warp() / FIELDS, f = warp() % FIELDS, space = blockIdx.y * PER_PROGRAM + own;
   const int field = blockIdx.z * PACK + f;
   Scratch& s = scratch[warp()];
   for (int i = 0; i < 2; i++) reinterpret_cast<int4*>(s.keys[i])[lane()] = {};
   if (F % PACK)
-    for (int i = threadIdx.x; i < SPACES * SIZE; i += 32 * WARPS) reinterpret_cast<unsigned*>(got)[i] = 0;
+    for (int i = threadIdx.x; i < PER_PROGRAM * SIZE; i += 32 * WARPS) reinterpret_cast<unsigned*>(entries)[i] = 0;
   wait_for_previous();
   if (threadIdx.x < 6) {
     const int n = max(ring_begin[b] - sink, 0);
@@ -181,17 +183,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) votes(
     vote(s, limits);
     __syncwarp();
     for (int i = 0; i < EACH; i++) {
-      const int votes = s.keys[0][above[i]], pair = EACH * lane() + i, c = score[i] < 0 ? SIZE - 1 - pair : pair;
-      const auto put = [&](int c, int votes) { got[nth][c % EACH * (SIZE / EACH) + c / EACH][f] = votes; };
-      put(c, votes & 255), put(SIZE - 1 - c, score[i] == 0 ? votes & 255 : votes >> 8);
+      const int both = s.keys[0][above[i]], pair = EACH * lane() + i, better = score[i] < 0 ? SIZE - 1 - pair : pair;
+      const auto put = [&](int c, int count) { entries[own][c % EACH * (SIZE / EACH) + c / EACH][f] = count; };
+      put(better, both & 255), put(SIZE - 1 - better, score[i] == 0 ? both & 255 : both >> 8);
     }
   }
   __syncthreads();
-  table += (bh * gridDim.z + blockIdx.z) * SIZE * B + blockIdx.y * SPACES;
+  table += (bh * gridDim.z + blockIdx.z) * SIZE * B + blockIdx.y * PER_PROGRAM;
   for (int i = threadIdx.x; i < SIZE; i += 32 * WARPS) {
     const int c = i % (SIZE / EACH) * EACH + i / (SIZE / EACH);
-    Entries entries;
-    for (int k = 0; k < SPACES; k++) entries.at[k] = *reinterpret_cast<const unsigned*>(got[k][i]);
-    *reinterpret_cast<Entries*>(table + c * B) = entries;
+    Entries row;
+    for (int k = 0; k < PER_PROGRAM; k++) row.at[k] = *reinterpret_cast<const unsigned*>(entries[k][i]);
+    *reinterpret_cast<Entries*>(table + c * B) = row;
   }
 }

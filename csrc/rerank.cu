@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, RESIDENT) rerank(
       float best[ROWS];
       estimate(best, here, query);
       write(out, peaks, best, first, pool_rows, total, groups);
-    } else {  // most of the candidates at the end, if the row has fewer than it may have
+    } else {  // behind the last candidate of the row
       write_none(out, peaks, first, total, groups);
     }
     here = ahead, pool_rows = next_rows, next_rows = rows_after_next;

@@ -39,7 +39,8 @@ def cluster_of(device: torch.device, heads: int) -> int:
 
     The programs of a cluster need neighbouring multiprocessors, so large clusters do not fill the GPU. A cluster of 8
     starts late if fewer than half of the multiprocessors are free: 16 kv heads take 11.0 us in clusters of 8 and 10.2
-    in clusters of 4. With the rest 32 kv heads take 25 us in clusters of 4 and 19 in clusters of 2.
+    in clusters of 4. A cluster of 4 needs 4.5 multiprocessors a kv head: 28 heads fit on 132, and 32 do not. With the
+    rest and 256 selected tokens these take 25 us in clusters of 4, and 19 in clusters of 2.
     """
     room = sm_count(device) / heads
     return 8 if room >= 16 else 4 if room >= 4.5 else 2 if room >= 2 else 1
@@ -49,13 +50,13 @@ def warps_of(
     device: torch.device, dim: int, heads: int, cluster: int, tiles: int, rest: bool, most: int = FETCH_WARPS,
     pairs: bool = False,
 ) -> int:  # fmt: skip
-    """Warps per program: 8 if heads are wide, because registers allow no more. With the rest 16. Without it 8 if a
-    multiprocessor runs several programs, else the fewest from 8 on with as few rounds of tiles as `most`.
+    """Warps per program. Wide heads: 8, because registers allow no more. With the rest: 8 if two such programs share a
+    multiprocessor (`pairs`), else 16. Without it: 8 if a multiprocessor runs several programs, else the fewest from 8
+    on with as few rounds of tiles as `most`.
 
-    With the rest a program has more to do, and some programs have more tokens than others. So it has 16 warps, except
-    where `pairs` of programs of 8 warps share a multiprocessor: 176 kv heads with 256 selected tokens take 47 us then,
-    and 53 with 16 warps. Programs with more tokens have larger tables, so two do not fit: with 1024 tokens 176 kv heads
-    take 127 us with 8 warps, and 92 with 16.
+    With the rest a program has more to do, and some programs have more tokens than others. 176 kv heads with 256
+    selected tokens take 47 us in pairs, and 53 with 16 warps. Programs with more tokens have larger tables, so two do
+    not fit: with 1024 tokens 176 kv heads take 127 us with 8 warps, and 92 with 16.
     """
     if dim > 128 or pairs:
         return WARPS
@@ -88,8 +89,8 @@ def constants(
     dim: int, group: int, page: int, filled: bool, warps: int, cluster: int, rest_group: int = 0, settled: bool = False,
     named: bool = False, roomy: bool = True, listed: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """The constants with which csrc/sparse_attention.cu is compiled, except for BF16. `roomy`: the shared memory of a
-    multiprocessor has room for two programs."""
+    """The constants with which csrc/sparse_attention.cu is compiled, except for BF16. `roomy`: all shared memory of a
+    multiprocessor together has room for two programs, so registers should have room for them too."""
     resident = 2 if dim <= 128 and warps == WARPS and roomy else 1
     return dict(
         D=dim, G=group, P=page, FILLED=int(filled), LISTED=int(listed), WARPS=warps, RESIDENT=resident, CLUSTER=cluster,

@@ -12,7 +12,8 @@ exact where the query has small integers.
 `ratios` is three times (below, beta, rho), for rows of n < below keys, then (beta, rho) for longer rows. beta and rho
 are in millionths.
 
-Launches: one, (row * kv head, subspaces, query heads), in CUDA C++ for 256 centroids and in Triton for other shapes.
+Launches: one. For 8, 16 or 32 subspaces of 256 centroids in CUDA C++, (row * kv head, subspaces / PER_PROGRAM, packs of
+four query heads): a warp has one subspace of one query head. Else in Triton, (row * kv head, subspaces, query heads).
 
 ParisKV, equation 15.
 """
@@ -47,7 +48,7 @@ PERCENT = (5, 15, 30, 50, 75, 100)  # a centroid gets a vote for each threshold 
 MILLION = 1_000_000
 HEADS_PER_ENTRY = 4  # query heads whose votes share an entry of the table, one byte each
 NATIVE_SPACES = (8, 16, 32)  # subspaces that csrc/centroid_votes.cu supports, of 256 centroids
-NATIVE_BATCH = 4  # subspaces of a program, if then every multiprocessor has one; else 1
+PER_PROGRAM = 4  # subspaces of a program of it; 1 if there would be fewer programs than multiprocessors
 
 
 def check_ratios(ratios) -> None:
@@ -231,9 +232,9 @@ def _fits(q, codes, lengths, ratios, mean, seed) -> tuple[_cuda.Module, int] | s
     group = q.shape[1] // heads
     kind = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[q.dtype]
     queries, sums = (1, group) if mean else (group, 1)
-    programs = q.shape[0] * heads * cdiv(queries, HEADS_PER_ENTRY) * spaces // NATIVE_BATCH
-    each = NATIVE_BATCH if programs >= sm_count(q.device) else 1
-    sizes = dict(B=spaces, SPACES=each, F=queries, G=sums, D=q.shape[3], KIND=kind)
+    programs = q.shape[0] * heads * cdiv(queries, HEADS_PER_ENTRY) * spaces // PER_PROGRAM
+    each = PER_PROGRAM if programs >= sm_count(q.device) else 1
+    sizes = dict(B=spaces, PER_PROGRAM=each, F=queries, G=sums, D=q.shape[3], KIND=kind)
     kernels = _cuda.load("centroid_votes", q.device, **sizes)
     return kernels if isinstance(kernels, str) else (kernels, each)
 

@@ -50,7 +50,8 @@ RESIDENT = 2  # programs per multiprocessor; each has one span of keys, so its s
 NATIVE_PACKS = 3  # tables of votes, 32 KiB each, in the shared memory of a program
 # Threads of a program, and keys that it scores at a time: 1024, or 512 for more heads than multiprocessors. Then two
 # programs share a multiprocessor, and one starts or ends while the other scores: 456 heads of 32K take 87 us, not 99.
-NATIVE_STEP, NATIVE_HALF_STEP = 1024, 512
+# Two programs with more tables do not fit shared memory, and with more subspaces they need too many registers.
+NATIVE_STEP, NATIVE_HALF_STEP, HALF_STEP_SPACES = 1024, 512, 16
 NATIVE_FIXED = 4096  # the start and the end of a program take as long as scoring this many keys
 # Bytes of shared memory that keep a second program off a multiprocessor, given the share of its memory that
 # ops/_machinery/cuda.py reserves. Without it the programs of a small grid, launched early, crowd on the multiprocessors
@@ -269,14 +270,15 @@ def _buffers(votes: Tensor, rows: int, parts: int, capacity: int) -> tuple[Tenso
     return new(rows, dtype=torch.uint8), new(parts, bins, dtype=torch.int32), new(capacity, dtype=torch.int32)
 
 
-def native_step(all_heads: int, multiprocessors: int) -> int:
-    return NATIVE_STEP if all_heads <= multiprocessors else NATIVE_HALF_STEP
+def native_step(all_heads: int, multiprocessors: int, spaces: int, packs: int) -> int:
+    """Threads of a program."""
+    small = packs == 1 and spaces <= HALF_STEP_SPACES
+    return NATIVE_HALF_STEP if all_heads > multiprocessors and small else NATIVE_STEP
 
 
 @functools.cache
-def native_parts(all_heads: int, rows: int, multiprocessors: int) -> int:
+def native_parts(all_heads: int, rows: int, multiprocessors: int, step: int = NATIVE_STEP) -> int:
     """Programs per head, in rounds if needed: the number that takes the least time."""
-    step = native_step(all_heads, multiprocessors)
     at_once = multiprocessors * NATIVE_STEP // step
     rounds = lambda parts: cdiv(all_heads * parts, at_once)  # noqa: E731
     most = max(1, min(cdiv(rows, step), multiprocessors))
@@ -289,7 +291,7 @@ def _fits(votes, codes, lengths, ratios, least, dense, capacity, table=OWN_POOLS
         return f"{spaces} subspaces of {size} centroids, {packs} entries of query heads"
     if not _cuda.aligned(votes, codes.ids):
         return "tensors are not aligned to 16 bytes"
-    step = native_step(votes.shape[0] * votes.shape[1], sm_count(votes.device))
+    step = native_step(votes.shape[0] * votes.shape[1], sm_count(votes.device), spaces, packs)
     shape = dict(B=spaces, PACKS=packs, BINS=_bins(spaces), THREADS=step, PAGE=table.block_size)
     return _cuda.load("rank_by_votes", votes.device, **shape)
 
@@ -300,7 +302,8 @@ def _launch_cuda(kernels, votes, codes, lengths, ratios, least, dense, capacity,
     batch, heads, packs = votes.shape[:3]
     all_heads, rows = batch * heads, positions(ids, table)
     multiprocessors = sm_count(ids.device)
-    step, parts = native_step(all_heads, multiprocessors), native_parts(all_heads, rows, multiprocessors)
+    step = native_step(all_heads, multiprocessors, ids.shape[3], packs)
+    parts = native_parts(all_heads, rows, multiprocessors, step)
     scores, at_least, out = _buffers(votes, rows, parts, capacity)
     below, beta, _ = split_ratios(ratios)
     kernels.launch(

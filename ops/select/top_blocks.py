@@ -37,7 +37,7 @@ from torchsparsekv.ops.store.views import I32, PerRow, Scored
 Ids = Annotated[Tensor, Of("batch heads n", I32)]
 WIDEST = 16384  # scores per program at most: 16 registers per thread without peaks, 64 with peaks
 WARPS = 8  # of a program that takes a row by its peaks
-# The shapes of csrc/top_blocks.cu: (threads of a program, scores per thread). Triton takes rows that fit neither.
+# The shapes of csrc/top_blocks.cu: (threads of a program, scores per thread). Triton takes rows that fit none of them.
 NATIVE = ((256, 8), (1024, 8), (1024, 16))
 NATIVE_PEAKS = 16  # peaks per thread at most
 NATIVE_SPARE = 4  # there is room for k + k / NATIVE_SPARE groups, so that the search for the k-th peak may end early

@@ -40,14 +40,13 @@ VARIANTS = {
         for b, r in RERANK.NATIVE_SPACES.items() for f, page in ((1, 0), (4, 16), (RERANK.NATIVE_FIELDS, 0))
     ],
     "centroid_votes": [
-        dict(B=b, SPACES=each, F=f, G=g, D=d, KIND=kind)
-        for b, d, each in ((8, 48, 1), (16, 128, 4), (32, 256, 4)) for f, g in ((1, 4), (4, 1), (7, 1))
-        for kind in (0, 1, 2)
+        dict(B=b, PER_PROGRAM=each, F=f, G=g, D=d, KIND=kind)
+        for b, d in ((8, 48), (16, 128), (32, 256)) for each in (1, 4)
+        for f, g, kind in ((1, 4, 0), (4, 1, 1), (7, 1, 2))
     ],
     "rank_by_votes": [
-        dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=threads, PAGE=page)
-        for b in (8, 16, 32) for threads in (COLLIDE.NATIVE_STEP, COLLIDE.NATIVE_HALF_STEP)
-        for p, page in ((1, 0), (1, 16), (COLLIDE.NATIVE_PACKS, 0))
+        dict(B=b, PACKS=p, BINS=COLLIDE._bins(b), THREADS=COLLIDE.native_step(heads, 132, b, p), PAGE=page)
+        for b in (8, 16, 32) for p, page in ((1, 0), (1, 16), (COLLIDE.NATIVE_PACKS, 0)) for heads in (8, 456)
     ],
     "sparse_attention": [
         ATTENTION.constants(d, g, p, d == 256, warps, c, rest, rest > 0 and p > 1, rest > 0 and warps == 16)
@@ -57,7 +56,7 @@ VARIANTS = {
         for rest in (64, 0)
     ] + [
         ATTENTION.constants(128, 4, p, True, warps, c, rest, rest > 0, listed=True) | {"BF16": 1}
-        for p, warps, c, rest in ((16, 11, 8, 0), (1, 16, 1, 64), (1, 8, 1, 0), (16, 16, 8, 64))
+        for p, warps, c, rest in ((16, 11, 8, 0), (1, 16, 1, 64), (1, 8, 1, 64), (1, 8, 1, 0), (16, 16, 8, 64))
     ],
     "dense_attention": [
         DENSE.constants(d, g, dtype, resident, stages)
