@@ -82,3 +82,11 @@ def replays(monkeypatch):
     from graphs import pretend
 
     return pretend(monkeypatch)
+
+
+@pytest.fixture(params=[False, True], ids=["forward", "backward"])
+def emulated(request, monkeypatch):
+    """Kernels in CUDA C++ run on the CPU (tests/support/emulator.py), threads in order or in reverse order."""
+    from emulator import emulate
+
+    emulate(monkeypatch, request.param)

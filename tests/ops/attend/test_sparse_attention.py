@@ -38,10 +38,12 @@ class Long(World):
     lengths=st.lists(st.integers(-1, 800), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4, SHAPES.MOST_HEADS]), block=st.sampled_from([1, 16, 20]),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 99), strided=st.booleans(),
+    sms=st.sampled_from([1, 132]),
 )  # fmt: skip
-def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype, seed, strided):
+def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype, seed, strided, sms):
     """csrc/sparse_attention.cu. Lengths below 0 are of rows past their capacity; dead rows are NaN. Frontiers, caps of
-    logits, sinks, blocks that are partly filled and the rest are there or not."""
+    logits, sinks, blocks that are partly filled and the rest are there or not. For one multiprocessor programs have 8
+    warps."""
     r = random.Random(seed)
     w = Long(
         lengths=[max(n, 1) for n in lengths], group=group, dim=dim, block=block, dtype=dtype, seed=seed,
@@ -57,8 +59,24 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
     want = ENTRY.reference(*things)
     with pytest.MonkeyPatch.context() as m:
         m.setattr(SHAPES, "cluster_of", lambda *_: cluster)
+        m.setattr(SHAPES, "sm_count", lambda _: sms)
         got = ENTRY.run("cuda", *on(DEVICE, things)).cpu()
     torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
+
+
+@pytest.mark.parametrize(("sms", "warps"), [(1, 8), (132, 16)])
+def test_cuda_kernel_on_a_cpu_equals_reference_with_the_rest(sms, warps, emulated, monkeypatch):
+    """Two rows, of which one has groups behind the ring and chosen tokens in some of them."""
+    w = Long(lengths=[700, 90], group=4, dim=128, dtype=torch.float16)
+    q, ring, hot, lengths, selection, attention, _ = OPS["sparse_attention"](w)
+    sums = w.truth.float().unflatten(2, (-1, 32)).mean(3).half()
+    selection = selection._replace(fill=None, frontier=None, bias=None)
+    things = (q, ring, hot, lengths, selection, attention, Rest(sums, 32))
+    monkeypatch.setattr(SHAPES, "cluster_of", lambda *_: 1)
+    monkeypatch.setattr(SHAPES, "sm_count", lambda _: sms)
+    assert ATTENTION._fits(*things).warps == warps
+    got, want = ENTRY.run("cuda", *things), ENTRY.reference(*things)
+    torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[w.dtype])
 
 
 @pytest.mark.gpu

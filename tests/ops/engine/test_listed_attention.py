@@ -121,11 +121,13 @@ def test_kernels_equal_reference_with_the_rest(cluster, unit, block, kind):
     tokens=st.lists(st.integers(0, 3000), min_size=1, max_size=3), unit=st.sampled_from([1, 16]),
     block=st.sampled_from([16, 64]), group=st.sampled_from([1, 3, 8]), dim=st.sampled_from(SHAPES.DIMS),
     dtype=st.sampled_from([torch.float16, torch.bfloat16]), seed=st.integers(0, 99), strided=st.booleans(),
-    sinks=st.booleans(), softcap=st.sampled_from([0.0, 5.0]),
+    sinks=st.booleans(), softcap=st.sampled_from([0.0, 5.0]), sms=st.sampled_from([1, 132]),
 )  # fmt: skip
-def test_cuda_kernel_equals_reference_with_the_rest(cluster, tokens, unit, block, group, dim, dtype, **given):
+def test_cuda_kernel_equals_reference_with_the_rest(cluster, tokens, unit, block, group, dim, dtype, sms, **given):
+    """For one multiprocessor programs have 8 warps, else 16."""
     with pytest.MonkeyPatch.context() as m:
         m.setattr(SHAPES, "cluster_of", lambda *_: cluster)
+        m.setattr(SHAPES, "sm_count", lambda _: sms)
         things = with_rest([*tokens, 700], 160 // unit, unit, block, group, dim, dtype=dtype, **given)
         got, want = both("cuda", *things)
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2 * TOLERANCE[dtype])

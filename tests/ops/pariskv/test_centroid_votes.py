@@ -42,7 +42,22 @@ def _used_memory(monkeypatch):
     mean=st.booleans(), alike=st.booleans(), sliced=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_cuda_kernel_equals_reference(dtype, spaces, short, group, mean, alike, sliced, seed):
-    """Integers, so that no sum rounds and ties are ties; `short` of padding, `sliced` out of a larger tensor."""
+    """`short` of padding, `sliced` out of a larger tensor. Programs with one subspace and with several."""
+    things = arguments(dtype, spaces, short, group, mean, alike, sliced, seed)
+    want = ENTRY.reference(*things)
+    there = on(DEVICE, things)
+    if sliced:
+        there = (torch.nn.functional.pad(there[0], (3, 0))[..., 3:], *there[1:])  # not aligned
+    for kind, sms in (("cuda", 1), ("cuda", 1 << 20), ("triton", 1)):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(VOTES, "sm_count", lambda _, x=sms: x)
+            got = ENTRY.run(kind, *there)
+        torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-6, atol=1e-6)
+        assert torch.equal(got[1].cpu(), want[1])
+
+
+def arguments(dtype, spaces: int, short: int, group: int, mean: bool, alike: bool, sliced: bool, seed: int) -> tuple:
+    """Integers, so that no sum rounds and ties are ties."""
     g = torch.Generator().manual_seed(seed)
     heads, dim, sink = 2, spaces * 8 - short, 5
     q = torch.randint(-1 if alike else -4, 2 if alike else 5, (3, heads * group, 2, dim + 3), generator=g).to(dtype)
@@ -51,15 +66,19 @@ def test_cuda_kernel_equals_reference(dtype, spaces, short, group, mean, alike, 
     counts[1] *= torch.rand(counts[1].shape, generator=g) < 0.1
     lengths = until([5 + int(counts[0, 0, 0].sum()), 40, 3], sink)
     ratios = [50, 500_000, 600_000, 200, 250_000, 300_000, 300, 0, 250_000, 0, 700_000]
-    things = (q, counted(counts), lengths, ratios, mean, seed)
-    want = ENTRY.reference(*things)
-    there = on(DEVICE, things)
-    if sliced:
-        there = (torch.nn.functional.pad(there[0], (3, 0))[..., 3:], *there[1:])  # not aligned
-    for kind in ("cuda", "triton"):
-        got = ENTRY.run(kind, *there)
-        torch.testing.assert_close(got[0].cpu(), want[0], rtol=1e-6, atol=1e-6)
-        assert torch.equal(got[1].cpu(), want[1])
+    return q, counted(counts), lengths, ratios, mean, seed
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spaces", "group", "alike", "sms"),
+    [(torch.float32, 16, 4, True, 1), (torch.float16, 8, 5, False, 1 << 20), (torch.bfloat16, 8, 1, False, 1)],
+)
+def test_cuda_kernel_on_a_cpu_equals_reference(dtype, spaces, group, alike, sms, emulated, monkeypatch):
+    monkeypatch.setattr(VOTES, "sm_count", lambda _: sms)
+    things = arguments(dtype, spaces, 1, group, False, alike, False, 0)
+    got, want = ENTRY.run("cuda", *things), ENTRY.reference(*things)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(got[1], want[1])
 
 
 @pytest.mark.parametrize(("dim", "m"), [(128, 4), (128, 8), (32, 8)])

@@ -88,6 +88,12 @@ def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alik
             assert torch.equal(ENTRY.run(one, *there).cpu(), expected), (one, step)
 
 
+def test_cuda_kernels_of_half_the_threads_equal_the_reference_on_a_cpu(emulated):
+    things = arguments(2049, [2049, 700], 1, False, 0, 16)
+    with patched(native_step=lambda *_: RANK.NATIVE_HALF_STEP):
+        assert torch.equal(ENTRY.run("cuda", *things), ENTRY.reference(*things))
+
+
 @pytest.mark.parametrize(("spaces", "packs"), [(4, 1), (16, 4)])
 def test_triton_runs_what_the_cuda_kernel_does_not_support(spaces, packs):
     reason = f"{spaces} subspaces of 256 centroids, {packs} entries of query heads"
@@ -100,7 +106,8 @@ def test_triton_runs_what_the_cuda_kernel_does_not_support(spaces, packs):
 @pytest.mark.parametrize("heads", [1, 2, 8, 24, 40, 72, 128, 136, 1000])
 @pytest.mark.parametrize("rows", [1000, 8192, 131_072, 524_288])
 def test_cuda_programs_fill_the_multiprocessors(heads, rows, multiprocessors):
-    parts, step = RANK.native_parts(heads, rows, multiprocessors), RANK.native_step(heads, multiprocessors)
+    step = RANK.native_step(heads, multiprocessors, 16, 1)
+    parts = RANK.native_parts(heads, rows, multiprocessors, step)
     at_once = multiprocessors * RANK.NATIVE_STEP // step
     rounds = -(-heads * parts // at_once)
     assert 1 <= parts <= max(1, min(-(-rows // step), multiprocessors))
@@ -110,6 +117,8 @@ def test_cuda_programs_fill_the_multiprocessors(heads, rows, multiprocessors):
 
 def test_number_of_cuda_programs_at_the_usual_shape():
     assert [RANK.native_parts(8, rows, 132) for rows in (1000, 4096, 131_072, 524_288)] == [1, 4, 16, 16]
+    assert [RANK.native_step(*shape) for shape in ((132, 132, 16, 1), (133, 132, 16, 1))] == [1024, 512]
+    assert [RANK.native_step(456, 132, *shape) for shape in ((32, 1), (16, 2))] == [1024, 1024]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("cuda", marks=pytest.mark.gpu), "triton"])

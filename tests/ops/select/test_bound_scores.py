@@ -73,6 +73,14 @@ def test_cuda_equals_reference(resident, d, group, blocks, share, sink, block, b
     assert torch.equal(peaks.isinf(), results[0][1].isinf().cpu())
 
 
+@pytest.mark.parametrize("box", [False, True])
+def test_cuda_kernel_on_a_cpu_equals_reference(box, emulated):
+    things = arguments((2, 4, 33, 128), [33, 20], 1, 16, box, torch.float16, 1e-4, 1)
+    (got, peaks), (want, _) = ENTRY.run("cuda", *things), ENTRY.reference(*things)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=4e-3)
+    assert torch.equal(peaks, peaks_of(got))
+
+
 @pytest.mark.parametrize("kind", ["triton", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_pinned_blocks_score_above_all_others(kind):
     """Of three heads none, one and all that can be retrieved; counts say tokens."""

@@ -90,6 +90,14 @@ def test_whole_rows_and_partial_rows_equal_a_sort(launches):
     assert got[2, 1].tolist() == list(range(5 * n, 5 * n + width))
 
 
+@pytest.mark.parametrize(("n", "k", "kind"), [(5000, 300, "few values"), (20_000, 300, "few live")])
+def test_cuda_kernel_on_a_cpu_equals_a_sort(n, k, kind, emulated):
+    """A row whose scores all are read, and one that is read by its peaks."""
+    x = scores_of(kind, n, k, torch.Generator().manual_seed(0))[None]
+    best = plain(x[0], k)
+    assert ENTRY.run("cuda", Scored(x, peaks_of(x)), k, None, None, 0, 0)[0].tolist() == best + [-1] * (k - len(best))
+
+
 @pytest.mark.parametrize(("n", "k"), [(900, 4), (1 << 14, 2000)])
 def test_rows_without_peaks_and_with_too_many_groups_equal_a_sort(n, k, launches):
     x = torch.randn(1, n, generator=torch.Generator().manual_seed(1))
@@ -101,16 +109,15 @@ def test_rows_without_peaks_and_with_too_many_groups_equal_a_sort(n, k, launches
 @pytest.mark.parametrize(
     ("n", "k", "peaks", "shape"),
     [
-        (8192, 64, True, (256, 2)), (6554, 100, True, (256, 2)), (26214, 100, True, (256, 8)),
-        (32768, 64, True, (256, 8)), (2048, 2000, False, (256, 0)), (2049, 5, False, (1024, 0)),
-        (6554, 1024, True, (1024, 0)), (65536, 64, True, (256, 16)), (131072, 512, True, (1024, 8)),
-        (262144, 64, True, (1024, 16)),
+        (8192, 64, True, (256, 8, 2)), (6554, 100, True, (256, 8, 2)), (26214, 100, True, (256, 8, 8)),
+        (32768, 64, True, (256, 8, 8)), (2048, 2000, False, (256, 8, 0)), (2049, 5, False, (1024, 8, 0)),
+        (6554, 1024, True, (1024, 8, 0)), (26214, 256, True, (1024, 8, 2)), (8193, 5, False, (1024, 16, 0)),
+        (65536, 64, True, (256, 8, 16)), (131072, 512, True, (1024, 16, 8)), (262144, 64, True, (1024, 8, 16)),
     ],
 )  # fmt: skip
 def test_cuda_kernel_runs_at_the_usual_shapes(n, k, peaks, shape):
-    """Threads, and peaks of each."""
-    got = TOP.native(n, k, peaks)
-    assert (got["THREADS"], got["PEAKS"]) == shape
+    """Threads, and scores and peaks of each."""
+    assert tuple(TOP.native(n, k, peaks).values()) == shape
     x = torch.zeros(1, n)
     assert ENTRY.chain.chosen(*on(DEVICE, (Scored(x, peaks_of(x) if peaks else None), k, None, None, 0, 0))) == NATIVE
 

@@ -1,0 +1,101 @@
+"""The CUDA C++ kernels equal their references on a CPU too, by emulator.py, and the emulator notices mistakes."""
+import pytest
+import torch
+from cases import OPS
+from cases_packed import TAKING, packed
+from emulator import as_call, emulate, translated
+from kernels import ENTRIES, clones, close, tensors
+from world import World
+
+from torchsparsekv.ops._machinery import cuda
+from torchsparsekv.ops.pariskv.views import Codes
+from torchsparsekv.ops.store.views import Lengths
+
+WORLDS = {
+    "fp16": World(dim=64, group=2, heads=2, lengths=[33, 64], dtype=torch.float16),
+    "bf16": World(dim=128, group=4, heads=2, lengths=[60, 1], dtype=torch.bfloat16),
+}
+# Ops whose kernels need clusters of programs, and one whose kernel needs digests in fp8, which the worlds do not have
+# (test_bound_scores.py does).
+NOT_HERE = {"best_pages", "visit_nodes", "bound_scores"}
+NATIVE = [name for name, entry in ENTRIES.items() if "cuda" in entry.chain.kinds and name not in NOT_HERE]
+PACKED = [name for name in NATIVE if name in TAKING]
+
+
+def compare(name: str, things: tuple) -> None:
+    entry, wanted, given = ENTRIES[name], clones(things), clones(things)
+    assert entry.chain.chosen(*given)[0] == "cuda"
+    want, got = entry.reference(*wanted), entry.run("cuda", *given)
+    for g, x in zip(tensors(given), tensors(wanted), strict=True):
+        close(g, x, f"{name} argument")
+    for g, x in zip(*(x if isinstance(x, tuple) else (x,) for x in (got, want)), strict=True):
+        if isinstance(x, torch.Tensor):
+            close(g, x, name)
+
+
+@pytest.mark.parametrize(("world", "backward"), [("fp16", False), ("bf16", True)])
+@pytest.mark.parametrize("name", [name for name in NATIVE if name != "dense_attention"])
+def test_cuda_kernel_equals_reference(name, world, backward, monkeypatch):
+    emulate(monkeypatch, backward)
+    compare(name, OPS[name](WORLDS[world]))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_cuda_kernel_of_a_packed_pool_equals_reference(name, monkeypatch):
+    emulate(monkeypatch, backward=True)
+    compare(name, packed(name, OPS[name](WORLDS["fp16"])))
+
+
+@pytest.mark.parametrize(
+    ("inline", "call"),
+    [
+        ('"" : "+r"(x)', "(void)0"),
+        ('"prmt.b32 %0, %1, %2, 0x7;" : "=r"(x) : "r"(low[f(2)]), "r"(high)', "ptx_prmt_b32(x, low[f(2)], high, 0x7)"),
+        ('"sub.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y)', "ptx_sub_f16x2(x, x, y)"),
+        ('"barrier.cluster.wait.acquire.aligned;" ::: "memory"', "ptx_barrier_cluster_wait_acquire_aligned()"),
+        ('"fence.proxy.async;" ::: "memory"', 'ptx_unknown("fence.proxy.async")'),
+    ],
+)
+def test_an_instruction_becomes_a_call(inline, call):
+    assert as_call(inline) == call
+    assert translated(f"int f() {{ asm volatile({inline}); }}") == f"int f() {{ {call}; }}"
+
+
+def test_an_instruction_that_the_emulator_lacks_is_named(monkeypatch):
+    emulate(monkeypatch, backward=False)
+    things = clones(OPS["best_pages"](WORLDS["fp16"]))
+    with pytest.raises(NotImplementedError, match="the emulator has no mbarrier"):
+        ENTRIES["best_pages"].run("cuda", *things)
+
+
+def query_with_votes() -> tuple:
+    """What centroid_votes takes, with keys in all centroids of 16 subspaces."""
+    g = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 50, (1, 1, 16, 256), generator=g, dtype=torch.int32)
+    keys = counts[0, 0, 0].sum().int()
+    none = torch.empty(1, 1, 0, 16)
+    codes = Codes(none.to(torch.uint8), none.to(torch.uint8), none.half(), counts)
+    ends = keys.view(1)
+    lengths = Lengths(ends - 1, ends, ends, ends, 0, 1)
+    q = torch.randint(-4, 5, (1, 4, 1, 128), generator=g).float()
+    return q, codes, lengths, [0, 0, 0] * 3 + [0, 700_000], False, 0
+
+
+@pytest.mark.parametrize("barrier", [0, 1])
+def test_a_missing_barrier_is_noticed_in_one_of_the_two_orders(barrier, monkeypatch, tmp_path):
+    """Without the barrier behind the limits, or behind the votes, of csrc/centroid_votes.cu."""
+    for path in cuda.SOURCES.iterdir():
+        (tmp_path / path.name).write_text(path.read_text())
+    before, *parts = (tmp_path / "centroid_votes.cu").read_text().split("  __syncthreads();\n")
+    assert len(parts) == 2
+    joints = ["  __syncthreads();\n"] * 2
+    joints[barrier] = "  __syncwarp();\n"
+    (tmp_path / "centroid_votes.cu").write_text(before + joints[0] + parts[0] + joints[1] + parts[1])
+    monkeypatch.setattr(cuda, "SOURCES", tmp_path)
+    things, right = query_with_votes(), []
+    want = ENTRIES["centroid_votes"].reference(*things)
+    for backward in (False, True):
+        emulate(monkeypatch, backward)
+        got = ENTRIES["centroid_votes"].run("cuda", *clones(things))
+        right.append(torch.equal(got[1], want[1]))
+    assert not all(right)
