@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <string>
 #include <type_traits>
 #include <ucontext.h>
 #include <utility>
@@ -57,13 +58,15 @@ ucontext_t scheduler, fibers[MOST_THREADS];
 bool ended[MOST_THREADS], waiting[MOST_THREADS];  // for all threads of the program
 std::vector<char> stacks(MOST_THREADS* STACK);
 std::function<void()> kernel;
-const char* lacking;  // the instruction at which the emulator gave up
+std::string failure;  // why the emulator gave up
+int arrivals;         // at barriers, and at the end of the kernel
 
 inline int self() { return thread.x; }
 
 // Returns whether this thread is the last of `size`; else it waits.
 inline bool wait(Barrier& barrier, int size) {
   const int round = barrier.round, me = self();
+  arrivals++;
   if (++barrier.arrived == size) {
     barrier.arrived = 0, barrier.round++;
     return true;
@@ -91,7 +94,7 @@ template <class T> OfLanes<T> of_lanes(T x) {
 
 inline void run_fiber() {
   kernel();
-  ended[self()] = true;
+  ended[self()] = true, arrivals++;
   swapcontext(&fibers[self()], &scheduler);
 }
 
@@ -106,16 +109,18 @@ inline void run_program(bool backward) {
     fibers[i].uc_stack.ss_sp = &stacks[i * STACK], fibers[i].uc_stack.ss_size = STACK, fibers[i].uc_link = &scheduler;
     makecontext(&fibers[i], run_fiber, 0);
   }
-  for (int n = 0; n < threads && !lacking;) {
-    bool ran = false;
-    for (int i = n; i < n + 32; i++) {
+  for (int n = 0, at_start = -1; n < threads && failure.empty();) {
+    if (n == 0 && at_start == arrivals) failure = "threads wait for one another for ever";
+    if (n == 0) at_start = arrivals;
+    const int before = arrivals;
+    for (int i = n; i < n + 32 && failure.empty(); i++) {
       const int at = backward ? threads - 1 - i : i;
-      if (ended[at] || waiting[at] || lacking) continue;
-      ran = true, thread.x = at;
+      if (ended[at] || waiting[at]) continue;
+      thread.x = at;
       swapcontext(&scheduler, &fibers[at]);
     }
-    if (!ran) n += 32;
-    if (n == threads && std::any_of(ended, ended + threads, [](bool x) { return !x; })) n = 0;
+    if (arrivals == before) n += 32;
+    if (n == threads && !std::all_of(ended, ended + threads, [](bool x) { return x; })) n = 0;
   }
 }
 
@@ -125,7 +130,7 @@ template <class... P, size_t... I> void call(void (*f)(P...), void** args, std::
 template <class... P> void call(void (*f)(P...), void** args) { call(f, args, std::index_sequence_for<P...>{}); }
 
 template <class F> void launch(F* f, const int* grid, int count, bool backward, void** args) {
-  lacking = nullptr, threads = count, programs = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
+  failure.clear(), threads = count, programs = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
   kernel = [=] { call(f, args); };
   for (program.z = 0; program.z < programs.z; program.z++)
     for (program.y = 0; program.y < programs.y; program.y++)
@@ -312,7 +317,7 @@ inline void ptx_barrier_cluster_arrive_release_aligned() {}
 inline void ptx_barrier_cluster_arrive_relaxed_aligned() {}
 inline void ptx_barrier_cluster_wait_acquire_aligned() { __syncthreads(); }
 inline void ptx_unknown(const char* what) {
-  emulator::lacking = what;
+  emulator::failure = std::string("the emulator has no ") + what;
   swapcontext(&emulator::fibers[emulator::self()], &emulator::scheduler);
 }
 

@@ -77,14 +77,14 @@ class Emulated:
 
     def __init__(self, library: ctypes.CDLL):
         self.library, self.backward = library, False
-        library.launch.restype, library.lacking.restype = ctypes.c_bool, ctypes.c_char_p
+        library.launch.restype, library.failure.restype = ctypes.c_bool, ctypes.c_char_p
 
     def launch(self, name, grid, threads, *args, shared=0, percent=0) -> None:
         values = [cuda._argument(a) for a in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         assert self.library.launch(name.encode(), (ctypes.c_int * 3)(*grid), threads, int(self.backward), pointers)
-        if lacking := self.library.lacking():
-            raise NotImplementedError(f"the emulator has no {lacking.decode()}")
+        if failure := self.library.failure():
+            raise RuntimeError(failure.decode())
 
 
 @functools.cache
@@ -99,7 +99,7 @@ def compiled(sources: Path, name: str, **defines: int) -> Emulated:
         )
         constants = "\n".join(f"#define {k} {v}" for k, v in defines.items())
         start = 'extern "C" bool launch(const char* name, const int* grid, int threads, bool backward, void** args) {'
-        end = '  return false;\n}\nextern "C" const char* lacking() { return emulator::lacking; }\n'
+        end = '  return false;\n}\nextern "C" const char* failure() { return emulator::failure.c_str(); }\n'
         parts = ('#include "emulator.h"', constants, source, start, launches, end)
         (Path(folder) / "all.cpp").write_text("\n".join(parts))
         command = [

@@ -8,8 +8,6 @@ from kernels import ENTRIES, clones, close, tensors
 from world import World
 
 from torchsparsekv.ops._machinery import cuda
-from torchsparsekv.ops.pariskv.views import Codes
-from torchsparsekv.ops.store.views import Lengths
 
 WORLDS = {
     "fp16": World(dim=64, group=2, heads=2, lengths=[33, 64], dtype=torch.float16),
@@ -64,38 +62,36 @@ def test_an_instruction_becomes_a_call(inline, call):
 def test_an_instruction_that_the_emulator_lacks_is_named(monkeypatch):
     emulate(monkeypatch, backward=False)
     things = clones(OPS["best_pages"](WORLDS["fp16"]))
-    with pytest.raises(NotImplementedError, match="the emulator has no mbarrier"):
+    with pytest.raises(RuntimeError, match="the emulator has no mbarrier"):
         ENTRIES["best_pages"].run("cuda", *things)
 
 
-def query_with_votes() -> tuple:
-    """What centroid_votes takes, with keys in all centroids of 16 subspaces."""
-    g = torch.Generator().manual_seed(0)
-    counts = torch.randint(0, 50, (1, 1, 16, 256), generator=g, dtype=torch.int32)
-    keys = counts[0, 0, 0].sum().int()
-    none = torch.empty(1, 1, 0, 16)
-    codes = Codes(none.to(torch.uint8), none.to(torch.uint8), none.half(), counts)
-    ends = keys.view(1)
-    lengths = Lengths(ends - 1, ends, ends, ends, 0, 1)
-    q = torch.randint(-4, 5, (1, 4, 1, 128), generator=g).float()
-    return q, codes, lengths, [0, 0, 0] * 3 + [0, 700_000], False, 0
-
-
-@pytest.mark.parametrize("barrier", [0, 1])
-def test_a_missing_barrier_is_noticed_in_one_of_the_two_orders(barrier, monkeypatch, tmp_path):
-    """Without the barrier behind the limits, or behind the votes, of csrc/centroid_votes.cu."""
+def changed_votes(monkeypatch, tmp_path, old: str, new: str, nth: int) -> None:
+    """The library with another csrc/centroid_votes.cu: the nth `old` of its text is `new`."""
     for path in cuda.SOURCES.iterdir():
         (tmp_path / path.name).write_text(path.read_text())
-    before, *parts = (tmp_path / "centroid_votes.cu").read_text().split("  __syncthreads();\n")
-    assert len(parts) == 2
-    joints = ["  __syncthreads();\n"] * 2
-    joints[barrier] = "  __syncwarp();\n"
-    (tmp_path / "centroid_votes.cu").write_text(before + joints[0] + parts[0] + joints[1] + parts[1])
+    parts = (tmp_path / "centroid_votes.cu").read_text().split(old)
+    text = old.join(parts[: nth + 1]) + new + old.join(parts[nth + 1 :])
+    (tmp_path / "centroid_votes.cu").write_text(text)
     monkeypatch.setattr(cuda, "SOURCES", tmp_path)
-    things, right = query_with_votes(), []
+
+
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_missing_barrier_is_noticed_in_one_of_the_two_orders(nth, monkeypatch, tmp_path):
+    """Without the barrier behind the limits, or behind the votes."""
+    changed_votes(monkeypatch, tmp_path, "  __syncthreads();\n", "  __syncwarp();\n", nth)
+    things, right = OPS["centroid_votes"](WORLDS["bf16"]), []
     want = ENTRIES["centroid_votes"].reference(*things)
     for backward in (False, True):
         emulate(monkeypatch, backward)
         got = ENTRIES["centroid_votes"].run("cuda", *clones(things))
         right.append(torch.equal(got[1], want[1]))
     assert not all(right)
+
+
+@pytest.mark.parametrize("barrier", ["__syncthreads", "__syncwarp"])
+def test_threads_that_wait_for_ever_are_an_error(barrier, monkeypatch, tmp_path):
+    changed_votes(monkeypatch, tmp_path, "  __syncthreads();\n", f"  if (lane()) {barrier}();\n", 0)
+    emulate(monkeypatch, backward=False)
+    with pytest.raises(RuntimeError, match="wait for one another for ever"):
+        ENTRIES["centroid_votes"].run("cuda", *OPS["centroid_votes"](WORLDS["bf16"]))

@@ -81,7 +81,7 @@ def test_cuda_kernel_equals_reference(resident, spaces, rows, share, packs, alik
     assert (kind, list(reasons)) == (("cuda", []) if packs <= RANK.NATIVE_PACKS else ("triton", ["cuda"]))
     expected = ENTRY.reference(*things)
     assert torch.equal(expected[..., : alone.shape[2]], alone)
-    for step, one in ((RANK.NATIVE_STEP, kind), (RANK.NATIVE_HALF_STEP, kind), (RANK.NATIVE_STEP, "triton")):
+    for step, one in {(RANK.NATIVE_STEP, kind), (RANK.NATIVE_HALF_STEP, kind), (RANK.NATIVE_STEP, "triton")}:
         parts = min(resident, -(-rows // step))
         always = dict(native_parts=lambda *_, x=parts: x, native_step=lambda *_, x=step: x)
         with patched(RESIDENT=resident, **always):
