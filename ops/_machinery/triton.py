@@ -31,6 +31,7 @@ __all__ = [
     "cdiv",
     "compiles",
     "launch_early",
+    "load_early",
     "next_power_of_2",
     "shared_bytes",
     "sm_count",
@@ -72,10 +73,17 @@ def launch_early(device: torch.device, programs: int) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Wait until all earlier kernels are done, then let the next kernel start."""
+    """Wait until all earlier kernels are done, then let the next kernel start. Only `load_early` may come before it."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def load_early(at, mask=None, other=None):
+    """Load ahead of `wait_for_previous` what the kernel directly before this one does not write, such as the lengths
+    of a step. The load does not read the L1, which may have an older value."""
+    return tl.load(at, mask=mask, other=other, cache_modifier=".cg")
 
 
 LANES = 1 << 20  # most numbers in a tensor of a program

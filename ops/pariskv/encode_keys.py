@@ -95,21 +95,24 @@ def reference(leaving: Leaving, codes: Changed[Codes], lengths: Lengths, m: int,
 
 @triton.jit
 def encode_tile(
-    x, live, first, ids, codes, weights, counts, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6,
-    c7, COUNT: tl.constexpr, LARGEST: tl.constexpr, NOISE: tl.constexpr, M: tl.constexpr, DP: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    x, live, begin, end, first, ids, codes, weights, counts, seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3,
+    c4, c5, c6, c7, COUNT: tl.constexpr, LARGEST: tl.constexpr, NOISE: tl.constexpr, M: tl.constexpr,
+    DP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Store the codes of the keys `x` [TILE, DP] where `live` [TILE, 1], at the subspaces from `first` [TILE, 1] on.
-    With COUNT their ids are counted in `counts`, the counts of a head."""
+    """Store the codes of the keys `x` [TILE, DP] where `live` [TILE, 1]: of the rotated coordinates from `begin` up to
+    `end`. Subspace 0 is at `first` [TILE, 1]. With COUNT their ids are counted in `counts`, the counts of a head."""
     d = tl.arange(0, DP)
     x = tl.where(is_flipped(d, seed)[None, :], -x, x)
     noise = tl.sum(tl.abs(x.to(tl.float32)), 1)[:, None] * (DP * NOISE)
     j = tl.arange(0, M)[None, None, :]
     spaces: tl.constexpr = COLUMNS // M
-    for part in range(0, DP, COLUMNS):
+    for part in range(begin, end, COLUMNS):
         minus = hadamard_odd(d[:, None], (part + tl.arange(0, COLUMNS))[None, :])
         # [TILE, COLUMNS]; the products are exact
-        y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")
+        if TILE < 16:  # tensor cores take 16 keys
+            y = tl.sum(tl.where(minus[None], -x[:, :, None], x[:, :, None]).to(tl.float32), 1)
+        else:
+            y = tl.dot(x, tl.where(minus, -1.0, 1.0).to(x.dtype), input_precision="ieee")
         y = tl.where(tl.abs(y) <= noise, 0.0, y)
         y = tl.reshape(y, (TILE, spaces, M))
         square = tl.sum(y * y, 2)
@@ -147,9 +150,9 @@ def _encode(
         live = (pos < new)[:, None]
         x = load_keys(k, pool, pos, n0, n, b, h, bh, k_b, k_h, k_s, tokens, rows, pos < new, D, DP)  # [TILE, DP]
         encode_tile(
-            x, live, (bh * rows + pos[:, None]) * (DP // M), ids, codes, weights, counts + bh * (DP // M) * (1 << M),
-            seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7, True, LARGEST, NOISE, M, DP, TILE,
-            COLUMNS,
+            x, live, 0, DP, (bh * rows + pos[:, None]) * (DP // M), ids, codes, weights,
+            counts + bh * (DP // M) * (1 << M), seed, scale, t1, t2, t3, t4, t5, t6, t7, c0, c1, c2, c3, c4, c5, c6, c7,
+            True, LARGEST, NOISE, M, DP, TILE, COLUMNS,
         )  # fmt: skip
 
 
