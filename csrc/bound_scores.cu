@@ -150,8 +150,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) bounds(
   const int tiles = (blocks + TILE - 1) / TILE, step = gridDim.y * WARPS, begin = first / TILE, from = begin + warp;
   const float* radius = reinterpret_cast<const float*>(spread) + bh * blocks;
   centre += bh * blocks * D, spread += bh * blocks * D, out += bh * blocks + place, peaks += bh * tiles;
+  const int end = min(__ldcg(ring_begin + b) / block_size, blocks);  // of the live blocks
+  const int stop = (end + TILE - 1) / TILE;  // of the tiles
   wait_for_previous();
-  const int end = min(ring_begin[b] / block_size, blocks), stop = (end + TILE - 1) / TILE;  // of live blocks; of tiles
   const int stay = pinned ? first + pinned[bh] / block_size : 0;
   const Digests digests = {centre + lane % 4 * 16, spread + lane % 4 * 16, radius, blocks - 1};
   Tile ahead[AHEAD];

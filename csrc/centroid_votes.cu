@@ -20,18 +20,18 @@ struct __align__(4 * PER_PROGRAM) Entries { unsigned at[PER_PROGRAM]; };  // of 
 __device__ void add(float (&x)[8], const void* q, int first) {
   if constexpr (KIND == 0) {
     for (int i = 0; i < 8; i++)
-      if (first + i < D) x[i] += static_cast<const float*>(q)[first + i];
+      if (first + i < D) x[i] += __ldcg(static_cast<const float*>(q) + first + i);
     return;
   }
   const unsigned short* at = static_cast<const unsigned short*>(q) + first;
   unsigned word[4] = {};
   if (first + 8 <= D && reinterpret_cast<unsigned long long>(at) % 16 == 0) {
-    const uint4 v = *reinterpret_cast<const uint4*>(at);
+    const uint4 v = __ldcg(reinterpret_cast<const uint4*>(at));
     word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
   } else {
 #pragma unroll
     for (int i = 0; i < 8; i++)
-      if (first + i < D) word[i / 2] |= (unsigned)at[i] << 16 * (i % 2);
+      if (first + i < D) word[i / 2] |= (unsigned)__ldcg(at + i) << 16 * (i % 2);
   }
   for (int i = 0; i < 8; i++) {
     const unsigned half = word[i / 2] >> 16 * (i % 2) & 0xFFFF;
@@ -146,18 +146,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) votes(
   for (int i = 0; i < 2; i++) reinterpret_cast<int4*>(s.keys[i])[lane()] = {};
   if (F % PACK)
     for (int i = threadIdx.x; i < PER_PROGRAM * SIZE; i += 32 * WARPS) reinterpret_cast<unsigned*>(entries)[i] = 0;
-  wait_for_previous();
   if (threadIdx.x < 6) {
-    const int n = max(ring_begin[b] - sink, 0);
+    const int n = max(__ldcg(ring_begin + b) - sink, 0);
     limits[threadIdx.x] = (int)((n * share_by_length(rho, n) * PERCENT[threadIdx.x] + 99999999) / 100000000);
   }
-  float score[EACH] = {};  // of the pair with pattern EACH * lane() + i
-  int4 first, last;
+  float y = 0, score[EACH] = {};  // y: a coordinate of the query. score: of the pair with pattern EACH * lane() + i
+  int above[EACH];
   if (field < F) {
-    const int4* const count = reinterpret_cast<const int4*>(counts + (bh * B + space) * SIZE);
-    first = count[lane()], last = count[SIZE / EACH - 1 - lane()];
-    const float y = rotate(q + (b * q_b + (h * F + field) * G * q_h) * (KIND ? 2 : 4), q_h, space, flips);
-    if (lane() % 4 == 0) rotated[((bh * F + field) * B + space) * 8 + lane() / 4] = y * scale;
+    y = rotate(q + (b * q_b + (h * F + field) * G * q_h) * (KIND ? 2 : 4), q_h, space, flips);
     float x[8];
     for (int j = 0; j < 8; j++) x[j] = __shfl_sync(ALL, y, 4 * j);
     float of_lane = -x[7];
@@ -171,10 +167,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS) votes(
     reinterpret_cast<float4*>(s.sorted)[lane()] = {sorted[0], sorted[1], sorted[2], sorted[3]};
   }
   __syncthreads();
+  if (field < F) rank(above, s.sorted, score);
+  wait_for_previous();
   if (field < F) {
+    if (lane() % 4 == 0) rotated[((bh * F + field) * B + space) * 8 + lane() / 4] = y * scale;
+    const int4* const count = reinterpret_cast<const int4*>(counts + (bh * B + space) * SIZE);
+    const int4 first = count[lane()], last = count[SIZE / EACH - 1 - lane()];
     const int up[EACH] = {first.x, first.y, first.z, first.w}, down[EACH] = {last.w, last.z, last.y, last.x};
-    int above[EACH];
-    rank(above, s.sorted, score);
     for (int i = 0; i < EACH; i++) {
       atomicAdd(&s.keys[0][above[i]], score[i] < 0 ? down[i] : up[i]);
       atomicAdd(&s.keys[1][above[i]], score[i] < 0 ? up[i] : down[i]);

@@ -101,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) scores(
   unsigned row[B];
   for (int i = 0; i < B; i++) row[i] = here(lookup) + 4 * (lane / B * B + (lane + i) % B);
   for (int i = tid; i < BINS; i += THREADS) tally[i] = 0;
-  wait_for_previous();
-  const int end = ring_begin[blockIdx.x / heads];
-  fill_lookup(lookup, table + bh * PACKS * SIZE * B / 4);
+  const int end = __ldcg(ring_begin + blockIdx.x / heads);
   const int span = span_of(end), first = blockIdx.y * span, stop = min(first + span, end);
+  wait_for_previous();
   if (first >= end || end <= sink) return;  // no key of this span can be retrieved
+  fill_lookup(lookup, table + bh * PACKS * SIZE * B / 4);
   const Table<PAGE> pool(blocks, places, blockIdx.x, heads, rows);
   ids += pool.first * B, out += bh * stride + first + tid;
   int block[BATCH];  // of the keys whose ids are loaded next
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) compact(
   constexpr int TILE = 16 * THREADS;
   __shared__ int warps[THREADS / 32], totals[BINS], before[BINS];
   const long long bh = blockIdx.x;
-  const int tid = threadIdx.x, part = blockIdx.y, end = ring_begin[blockIdx.x / heads], span = span_of(end);
+  const int tid = threadIdx.x, part = blockIdx.y, end = __ldcg(ring_begin + blockIdx.x / heads), span = span_of(end);
   const int n = max(end - sink, 0), share = (int)((n * share_by_length(beta, n) + 999999) / 1000000);
   const int count = n <= dense ? n : min(n, max(share, least)), stop = min(part * span + span, end);
   out += bh * capacity, scores += bh * stride, at_least += bh * gridDim.y * BINS;

@@ -531,9 +531,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER) __launch_bounds__(THREADS, 
   }
   s.top *= LN_2;
 #else
+  const Ring positions = {ring_rows, sink, __ldcg(begins + bh / per)};
+  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, positions, __ldcg(length + b), chosen, selected};
   wait_for_previous();
-  const Ring positions = {ring_rows, sink, begins[bh / per]};
-  const Tokens tokens = {ring, hot, slots, block_of, ids, fill, positions, length[b], chosen, selected};
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   const auto query = [&](int i) -> Operands {
     Words x = {};

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Of
-from torchsparsekv.ops._machinery.triton import cdiv, launch_early, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import cdiv, launch_early, load_early, tl, triton, wait_for_previous
 from torchsparsekv.ops.engine.tables import near_units
 from torchsparsekv.ops.store.tables import pool_row_of, pool_rows
 from torchsparsekv.ops.store.views import I32, BlockTable, Lengths
@@ -68,13 +68,13 @@ def _list(
     selected, length, ring_begin, table, ids, fill, heads, places, n, k, sink, NEAR: tl.constexpr, UNIT: tl.constexpr,
     P: tl.constexpr, LISTED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     bh = tl.program_id(0).to(tl.int64)
     b = bh // heads
     j = tl.program_id(1) * LISTED + tl.arange(0, LISTED)
-    end, first = tl.load(length + b), sink // UNIT
-    newest = tl.load(ring_begin + b) // UNIT + j - first
+    end, first = load_early(length + b), sink // UNIT
+    newest = load_early(ring_begin + b) // UNIT + j - first
     nth = j - first - NEAR  # of the selected units; below 0 for a unit that is always attended to
+    wait_for_previous(PDL)
     place = tl.load(selected + bh * k + nth, mask=(nth >= 0) & (j < n), other=-1)
     full = tl.where(place >= 0, UNIT, 0)
     place = tl.where(j < first, j, tl.where(nth < 0, newest, place))

@@ -10,7 +10,15 @@ import torch
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import cdiv, launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import (
+    cdiv,
+    launch_early,
+    load_early,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.engine.tables import check_one
 from torchsparsekv.ops.engine.views import Copies, FlatTokens, RowOfToken
 from torchsparsekv.ops.store.rows import as_stored, in_row, new_row, row_at, row_width, rows_of, store_row
@@ -57,11 +65,11 @@ def _write(
     k, v, to, pool, hot, slot_of, k_t, k_h, v_t, v_h, tokens, pool_rows, slots, blocks, COPIES: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, ROW: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     h = tl.program_id(1).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     c = tl.arange(0, ROW)[None, :]
-    row = tl.load(to + t, mask=t < tokens, other=-1)
+    row = load_early(to + t, t < tokens, -1)
+    wait_for_previous(PDL)
     live = row >= 0
     at = tl.where(live, t, 0)[:, None]
     # [TOKENS, ROW]

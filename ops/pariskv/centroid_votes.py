@@ -13,7 +13,8 @@ exact where the query has small integers.
 are in millionths.
 
 Launches: one. For 8, 16 or 32 subspaces of 256 centroids in CUDA C++, (row * kv head, subspaces / PER_PROGRAM, packs of
-four query heads): a warp has one subspace of one query head. Else in Triton, (row * kv head, subspaces, query heads).
+four query heads): a warp has one subspace of one query head. It reads q and the lengths while the kernel directly
+before it still runs, so that kernel must not write them. Else in Triton, (row * kv head, subspaces, query heads).
 
 ParisKV, equation 15.
 """

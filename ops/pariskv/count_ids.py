@@ -13,7 +13,14 @@ import torch
 from torchsparsekv.ops._machinery.chain import triton as by_triton
 from torchsparsekv.ops._machinery.registry import register
 from torchsparsekv.ops._machinery.signature import Changed
-from torchsparsekv.ops._machinery.triton import launch_early, next_power_of_2, tl, triton, wait_for_previous
+from torchsparsekv.ops._machinery.triton import (
+    launch_early,
+    load_early,
+    next_power_of_2,
+    tl,
+    triton,
+    wait_for_previous,
+)
 from torchsparsekv.ops.pariskv.rank_by_votes import ids_of_row
 from torchsparsekv.ops.pariskv.views import Counted, Ids
 from torchsparsekv.ops.store.tables import check_table, pool_row_of
@@ -69,18 +76,17 @@ def _count(
     ids, counted, ring_begin, table, heads, rows, places, sink, SIZE: tl.constexpr, CHUNK: tl.constexpr,
     PAGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous(PDL)
     bh, space, spaces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     b = bh // heads
     at = bh * spaces + space
-    end = tl.load(ring_begin + b)
-    first = tl.load(counted.ends + at)
+    end = load_early(ring_begin + b)
     c = tl.arange(0, SIZE)
     counts = counted.counts + at * SIZE + c
+    wait_for_previous(PDL)
+    first, last_block = tl.load(counted.ends + at), tl.load(counted.blocks + at)
     known = (first > sink) & (first <= end)
     block = tl.load(table + b * places + (first - 1) // PAGE, mask=known, other=0)
-    same_use = tl.load(counted.uses + block) == tl.load(counted.uses_then + at)
-    known &= same_use & (block == tl.load(counted.blocks + at))
+    known &= (block == last_block) & (tl.load(counted.uses + last_block) == tl.load(counted.uses_then + at))
     if not known or end > first:
         tl.debug_barrier()  # all warps have read what is stored below
         count = tl.where(known, tl.load(counts), 0)
