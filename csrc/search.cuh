@@ -158,7 +158,7 @@ template <int N> __device__ unsigned key_at(const unsigned (&key)[N], int k, Sea
   const float high = number_of(r.to), bins = BINS / (high - number_of(r.from));
   int bin[N];
   for (int i = 0; i < N; i++) {
-    bin[i] = key[i] < r.from ? BINS + lane() : min((int)((high - number_of(key[i])) * bins), BINS - 1);
+    bin[i] = key[i] < r.from ? BINS + lane() : min(__float2int_rz((high - number_of(key[i])) * bins), BINS - 1);
     atomicAdd(&s.bins[0][bin[i]], 1);
   }
   __syncthreads();

@@ -1,12 +1,13 @@
 // CUDA C++ on a CPU: what kernels of csrc/ call, for one program at a time. Its threads are fibers. A warp runs to the
 // next barrier of the program, then the next warp, in the order of their numbers or in reverse; so do the threads of a
-// warp between two exchanges. A missing barrier then shows as a wrong result in one of the two orders. Shared memory
-// starts with bytes of 255. Clusters have one program.
+// warp between two exchanges, and the programs of a cluster until all threads of one wait for the others. A missing
+// barrier then shows as a wrong result in one of the two orders. Shared memory starts with bytes of 255.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <type_traits>
 #include <ucontext.h>
@@ -40,49 +41,72 @@ VECTOR(uint4, unsigned, 4, x, y, z, w)
 VECTOR(float4, float, 4, x, y, z, w)
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
+#ifndef GROUP  // C++ looks it up in templates of search.cuh that visit_nodes does not use
+#define GROUP 1
+#endif
+
 extern char __start_of_program, __stop_of_program;  // static shared memory
 __shared__ char at_least_this;
 
 namespace emulator {
 
-struct Index { unsigned x = 0, y = 0, z = 0; };
+struct Index { unsigned x = 1, y = 1, z = 1; };
 struct Barrier { int arrived = 0, round = 0; };
 
 constexpr int MOST_THREADS = 1024, STACK = 1 << 16;
 alignas(16) char dynamic_shared[1 << 18];
+const int static_bytes = &__stop_of_program - &__start_of_program;
+
+// A program of the cluster that runs.
+struct Program {
+  Index index;
+  Barrier barrier, of_warps[MOST_THREADS / 32];
+  char exchanged[MOST_THREADS][32];
+  ucontext_t fibers[MOST_THREADS];
+  bool ended[MOST_THREADS], waiting[MOST_THREADS];  // for all threads of the program
+  int round[MOST_THREADS];                          // of the barrier of the cluster, when the thread arrived
+  std::unique_ptr<char[]> stacks{new char[MOST_THREADS * STACK]};
+  std::vector<char> statics, dynamic;  // its shared memory while another program runs
+};
+
+std::vector<std::unique_ptr<Program>> cluster;
+Program* running;
 Index thread, program, programs;
-int threads;
-Barrier of_program, of_warps[MOST_THREADS / 32];
-char exchanged[MOST_THREADS][32];
-ucontext_t scheduler, fibers[MOST_THREADS];
-bool ended[MOST_THREADS], waiting[MOST_THREADS];  // for all threads of the program
-std::vector<char> stacks(MOST_THREADS* STACK);
+int threads, dynamic_bytes;
+Barrier of_cluster;
+std::vector<std::pair<int, unsigned>> remote;  // a program and an address in its shared memory
+ucontext_t scheduler;
 std::function<void()> kernel;
 std::string failure;  // why the emulator gave up
-int arrivals;         // at barriers, and at the end of the kernel
+int arrivals;         // at barriers, at bells, and at the end of the kernel
 
 inline int self() { return thread.x; }
+inline void let_others_run() { swapcontext(&running->fibers[self()], &scheduler); }
 
-// Returns whether this thread is the last of `size`; else it waits.
-inline bool wait(Barrier& barrier, int size) {
-  const int round = barrier.round, me = self();
+// Count a thread that arrives at a barrier of `size` threads. Returns whether it is the last.
+inline bool arrive(Barrier& barrier, int size) {
   arrivals++;
-  if (++barrier.arrived == size) {
-    barrier.arrived = 0, barrier.round++;
-    return true;
-  }
-  while (barrier.round == round) swapcontext(&fibers[me], &scheduler);
+  if (++barrier.arrived < size) return false;
+  barrier.arrived = 0, barrier.round++;
+  return true;
+}
+inline bool wait(Barrier& barrier, int size) {
+  const int round = barrier.round;
+  if (arrive(barrier, size)) return true;
+  while (barrier.round == round) let_others_run();
   return false;
 }
-inline void wait_for_warp() { wait(of_warps[self() / 32], 32); }
+inline void wait_for_warp() { wait(running->of_warps[self() / 32], 32); }
 inline void wait_for_program() {
+  bool* const waiting = running->waiting;
   waiting[self()] = true;
-  if (wait(of_program, threads)) std::fill(waiting, waiting + threads, false);
+  if (wait(running->barrier, threads)) std::fill(waiting, waiting + threads, false);
 }
 
 // What the lanes of a warp pass to this function, as an array.
 template <class T> struct OfLanes { T at[32]; };
 template <class T> OfLanes<T> of_lanes(T x) {
+  auto& exchanged = running->exchanged;
   const int first = self() / 32 * 32;
   std::memcpy(exchanged[self()], &x, sizeof x);
   wait_for_warp();
@@ -94,33 +118,51 @@ template <class T> OfLanes<T> of_lanes(T x) {
 
 inline void run_fiber() {
   kernel();
-  ended[self()] = true, arrivals++;
-  swapcontext(&fibers[self()], &scheduler);
+  running->ended[self()] = true, arrivals++;
+  let_others_run();
 }
 
-inline void run_program(bool backward) {
-  std::memset(&__start_of_program, 255, &__stop_of_program - &__start_of_program);
-  std::memset(dynamic_shared, 255, sizeof dynamic_shared);
-  of_program = {};
-  for (Barrier& barrier : of_warps) barrier = {};
+inline bool is_over(const Program& p) { return std::all_of(p.ended, p.ended + threads, [](bool x) { return x; }); }
+
+inline void begin(Program& p) {
+  p.barrier = {}, std::fill(p.of_warps, p.of_warps + threads / 32, Barrier{});
+  p.statics.assign(static_bytes, char(255)), p.dynamic.assign(dynamic_bytes, char(255));
   for (int i = 0; i < threads; i++) {
-    ended[i] = waiting[i] = false;
-    getcontext(&fibers[i]);
-    fibers[i].uc_stack.ss_sp = &stacks[i * STACK], fibers[i].uc_stack.ss_size = STACK, fibers[i].uc_link = &scheduler;
-    makecontext(&fibers[i], run_fiber, 0);
+    p.ended[i] = p.waiting[i] = false;
+    getcontext(&p.fibers[i]);
+    p.fibers[i].uc_stack.ss_sp = &p.stacks[i * STACK], p.fibers[i].uc_stack.ss_size = STACK, p.fibers[i].uc_link = &scheduler;
+    makecontext(&p.fibers[i], run_fiber, 0);
   }
-  for (int n = 0, at_start = -1; n < threads && failure.empty();) {
-    if (n == 0 && at_start == arrivals) failure = "threads wait for one another for ever";
+}
+
+// Run the threads of a program until they have ended, or wait for other programs.
+inline void run(Program& p, bool backward) {
+  running = &p, program = p.index;
+  std::memcpy(&__start_of_program, p.statics.data(), static_bytes), std::memcpy(dynamic_shared, p.dynamic.data(), dynamic_bytes);
+  for (int n = 0, at_start = -1; failure.empty();) {
+    if (n == 0 && at_start == arrivals) break;
     if (n == 0) at_start = arrivals;
     const int before = arrivals;
     for (int i = n; i < n + 32 && failure.empty(); i++) {
       const int at = backward ? threads - 1 - i : i;
-      if (ended[at] || waiting[at]) continue;
+      if (p.ended[at] || p.waiting[at]) continue;
       thread.x = at;
-      swapcontext(&scheduler, &fibers[at]);
+      swapcontext(&scheduler, &p.fibers[at]);
     }
     if (arrivals == before) n += 32;
-    if (n == threads && !std::all_of(ended, ended + threads, [](bool x) { return x; })) n = 0;
+    if (n == threads) n = 0;
+  }
+  std::memcpy(p.statics.data(), &__start_of_program, static_bytes), std::memcpy(p.dynamic.data(), dynamic_shared, dynamic_bytes);
+}
+
+inline void run_cluster(bool backward) {
+  of_cluster = {}, remote.clear();
+  for (auto& p : cluster) begin(*p);
+  for (int i = 0, at_start = -1, size = cluster.size(); failure.empty(); i = (i + 1) % size) {
+    if (i == 0 && std::all_of(cluster.begin(), cluster.end(), [](auto& p) { return is_over(*p); })) return;
+    if (i == 0 && at_start == arrivals) failure = "threads wait for one another for ever";
+    if (i == 0) at_start = arrivals;
+    run(*cluster[backward ? size - 1 - i : i], backward);
   }
 }
 
@@ -129,12 +171,28 @@ template <class... P, size_t... I> void call(void (*f)(P...), void** args, std::
 }
 template <class... P> void call(void (*f)(P...), void** args) { call(f, args, std::index_sequence_for<P...>{}); }
 
-template <class F> void launch(F* f, const int* grid, int count, bool backward, void** args) {
-  failure.clear(), threads = count, programs = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
+// of: programs of a cluster.
+template <class F> void launch(F* f, const int* grid, int count, int shared, bool backward, void** args, Index of) {
+  failure.clear(), threads = count, dynamic_bytes = shared;
+  programs = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
   kernel = [=] { call(f, args); };
-  for (program.z = 0; program.z < programs.z; program.z++)
-    for (program.y = 0; program.y < programs.y; program.y++)
-      for (program.x = 0; program.x < programs.x; program.x++) run_program(backward);
+  while (cluster.size() < of.x * of.y) cluster.push_back(std::make_unique<Program>());
+  cluster.resize(of.x * of.y);
+  for (unsigned z = 0; z < programs.z; z++)
+    for (unsigned y = 0; y < programs.y; y += of.y)
+      for (unsigned x = 0; x < programs.x; x += of.x) {
+        for (unsigned i = 0; i < cluster.size(); i++) cluster[i]->index = {x + i % of.x, y + i / of.x, z};
+        run_cluster(backward);
+      }
+}
+
+// A place in the shared memory of a program of the cluster.
+inline char* place_in(int rank, unsigned at) {
+  char* const here = dynamic_shared + int(at);
+  Program& p = *cluster[rank];
+  if (&p == running) return here;
+  const bool is_static = &__start_of_program <= here && here < &__stop_of_program;
+  return is_static ? p.statics.data() + (here - &__start_of_program) : p.dynamic.data() + int(at);
 }
 
 }  // namespace emulator
@@ -204,6 +262,7 @@ inline float __int_as_float(int x) { return bits_of<float>(x); }
 inline unsigned __float_as_uint(float x) { return bits_of<unsigned>(x); }
 inline int __float_as_int(float x) { return bits_of<int>(x); }
 inline int __float2int_rn(float x) { return std::nearbyint(x); }
+inline int __float2int_rz(float x) { return x != x ? 0 : int(min(max(double(x), -0x1p31), 0x1p31 - 1)); }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
 inline float __fdividef(float x, float y) { return x / y; }
@@ -313,12 +372,37 @@ inline void ptx_cp_async_cg_shared_global_L2_128B(unsigned to, const void* from,
 inline void ptx_cp_async_commit_group() {}
 inline void ptx_cp_async_wait_group(int) {}
 inline void ptx_prefetch_global_L2(const void*) {}
-inline void ptx_barrier_cluster_arrive_release_aligned() {}
-inline void ptx_barrier_cluster_arrive_relaxed_aligned() {}
-inline void ptx_barrier_cluster_wait_acquire_aligned() { __syncthreads(); }
+inline void ptx_barrier_cluster_arrive_release_aligned() {
+  using namespace emulator;
+  running->round[self()] = of_cluster.round;
+  arrive(of_cluster, cluster.size() * threads);
+}
+inline void ptx_barrier_cluster_arrive_relaxed_aligned() { ptx_barrier_cluster_arrive_release_aligned(); }
+inline void ptx_barrier_cluster_wait_acquire_aligned() {
+  while (emulator::of_cluster.round == emulator::running->round[emulator::self()]) emulator::let_others_run();
+}
+// A bell counts the bytes and the arrival that it waits for. `remote` addresses are numbers of pairs.
+struct Bytes { int bytes, arrivals; };
+inline Bytes& bell_at(unsigned at) { return *reinterpret_cast<Bytes*>(emulator::dynamic_shared + int(at)); }
+inline void ptx_mbarrier_init_shared_cta_b64(unsigned at, int arrivals) { bell_at(at) = {0, arrivals}; }
+inline void ptx_fence_mbarrier_init_release_cluster() {}
+inline void ptx_mbarrier_arrive_expect_tx_shared_cta_b64(unsigned at, int bytes) {
+  bell_at(at).bytes += bytes, bell_at(at).arrivals--;
+}
+inline void ptx_mapa_shared_cluster_u32(unsigned& x, unsigned at, int rank) {
+  x = emulator::remote.size(), emulator::remote.emplace_back(rank, at);
+}
+inline void ptx_st_async_weak_shared_cluster_mbarrier_complete_tx_bytes_u32(unsigned to, unsigned x, unsigned bell) {
+  const auto at = [](unsigned i) { return emulator::place_in(emulator::remote[i].first, emulator::remote[i].second); };
+  std::memcpy(at(to), &x, sizeof x);
+  reinterpret_cast<Bytes*>(at(bell))->bytes -= sizeof x, emulator::arrivals++;
+}
+inline void ptx_mbarrier_try_wait(unsigned at) {
+  while (bell_at(at).bytes || bell_at(at).arrivals) emulator::let_others_run();
+}
 inline void ptx_unknown(const char* what) {
   emulator::failure = std::string("the emulator has no ") + what;
-  swapcontext(&emulator::fibers[emulator::self()], &emulator::scheduler);
+  emulator::let_others_run();
 }
 
 // sum [16, 8] += a [16, 16] b [16, 8]; csrc/tensor.cuh says which thread holds what.

@@ -3,8 +3,8 @@
     def test_...(emulated):
         ENTRY.run("cuda", ...)  # of tensors on the CPU
 
-Clusters have one program, and asynchronous copies are done at once. So a wait that is missing behind such a copy is not
-noticed, nor one between kernels.
+Asynchronous copies are done at once. So a wait that is missing behind such a copy is not noticed, nor one between
+kernels.
 """
 import ctypes
 import functools
@@ -23,7 +23,8 @@ COMPILER = shutil.which("c++")
 HEADER = Path(__file__).with_suffix(".h")
 KNOWN = set(re.findall(r"void (ptx_\w+)\(", HEADER.read_text()))
 STRING = r'"(?:[^"\\]|\\.)*"'
-KERNEL = re.compile(r'extern "C" __global__ void (?:__\w+__\([^)]*\)\s*)*(\w+)\(')
+KERNEL = re.compile(r'extern "C" __global__ void ((?:__\w+__\([^)]*\)\s*)*)(\w+)\(')
+CLUSTER = re.compile(r"__cluster_dims__\(([^)]*)\)")
 DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
 
 
@@ -52,6 +53,8 @@ def as_call(inline: str) -> str:
         return "(void)0"
     if code.startswith("{") and "e4m3x2" in code:
         return f"ptx_e4m3x2({operands[0]}, {operands[1]}, {str('%0, high' in code).lower()})"
+    if code.startswith("{") and "mbarrier.try_wait" in code:
+        return f"ptx_mbarrier_try_wait({operands[0]})"
     mnemonic, _, rest = code.rstrip("; ").partition(" ")
     name = "ptx_" + re.sub(r"\W+", "_", mnemonic)
     if name not in KNOWN:
@@ -82,7 +85,8 @@ class Emulated:
     def launch(self, name, grid, threads, *args, shared=0, percent=0) -> None:
         values = [cuda._argument(a) for a in args]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
-        assert self.library.launch(name.encode(), (ctypes.c_int * 3)(*grid), threads, int(self.backward), pointers)
+        size = (ctypes.c_int * 3)(*grid)
+        assert self.library.launch(name.encode(), size, threads, shared, int(self.backward), pointers)
         if failure := self.library.failure():
             raise RuntimeError(failure.decode())
 
@@ -94,11 +98,14 @@ def compiled(sources: Path, name: str, **defines: int) -> Emulated:
             (Path(folder) / path.name).write_text(translated(path.read_text()))
         source = translated((sources / f"{name}.cu").read_text())
         launches = "\n".join(
-            f'  if (!strcmp(name, "{kernel}")) return emulator::launch({kernel}, grid, threads, backward, args), true;'
-            for kernel in KERNEL.findall(source)
+            f'  if (!strcmp(name, "{kernel}"))\n'
+            f"    return emulator::launch({kernel}, grid, threads, shared, backward, args, {{{cluster}}}), true;"
+            for about, kernel in KERNEL.findall(source)
+            for cluster in CLUSTER.findall(about) or [""]
         )
         constants = "\n".join(f"#define {k} {v}" for k, v in defines.items())
-        start = 'extern "C" bool launch(const char* name, const int* grid, int threads, bool backward, void** args) {'
+        given = "const char* name, const int* grid, int threads, int shared, bool backward, void** args"
+        start = f'extern "C" bool launch({given}) {{'
         end = '  return false;\n}\nextern "C" const char* failure() { return emulator::failure.c_str(); }\n'
         parts = ('#include "emulator.h"', constants, source, start, launches, end)
         (Path(folder) / "all.cpp").write_text("\n".join(parts))

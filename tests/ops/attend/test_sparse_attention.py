@@ -64,15 +64,15 @@ def test_cuda_kernel_equals_reference(dim, cluster, lengths, group, block, dtype
     torch.testing.assert_close(got, want, rtol=0, atol=2 * TOLERANCE[dtype], equal_nan=True)
 
 
-@pytest.mark.parametrize(("sms", "warps"), [(1, 8), (132, 16)])
-def test_cuda_kernel_on_a_cpu_equals_reference_with_the_rest(sms, warps, emulated, monkeypatch):
+@pytest.mark.parametrize(("cluster", "sms", "warps"), [(1, 1, 8), (1, 132, 16), (4, 132, 16)])
+def test_cuda_kernel_on_a_cpu_equals_reference_with_the_rest(cluster, sms, warps, emulated, monkeypatch):
     """Two rows, of which one has groups behind the ring and chosen tokens in some of them."""
     w = Long(lengths=[700, 90], group=4, dim=128, dtype=torch.float16)
     q, ring, hot, lengths, selection, attention, _ = OPS["sparse_attention"](w)
     sums = w.truth.float().unflatten(2, (-1, 32)).mean(3).half()
     selection = selection._replace(fill=None, frontier=None, bias=None)
     things = (q, ring, hot, lengths, selection, attention, Rest(sums, 32))
-    monkeypatch.setattr(SHAPES, "cluster_of", lambda *_: 1)
+    monkeypatch.setattr(SHAPES, "cluster_of", lambda *_: cluster)
     monkeypatch.setattr(SHAPES, "sm_count", lambda _: sms)
     assert ATTENTION._fits(*things).warps == warps
     got, want = ENTRY.run("cuda", *things), ENTRY.reference(*things)
