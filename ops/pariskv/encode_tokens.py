@@ -26,7 +26,7 @@ from torchsparsekv.ops.pariskv.views import Codes, Uses
 TILE = 16  # tokens of a program
 # Of up to FEW tokens, a program encodes FEW_COLUMNS rotated coordinates of one token, without tensor cores. So a layer
 # of one request takes 31.3 us, not 34.2.
-FEW, FEW_COLUMNS = 64, 32
+FEW, FEW_COLUMNS = 8, 32
 
 
 def check(k, to, codes, uses, m, seed) -> None:
