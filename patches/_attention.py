@@ -8,7 +8,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchsparsekv.ops.store.views import Attention
-from torchsparsekv.patches._cache import SENTINEL, SparseCache
+from torchsparsekv.patches._cache import SENTINEL, SparseCache, check_owner
 from torchsparsekv.patches._family import Layer
 from torchsparsekv.patches._names import NAME, cache_in, name_in, renamed
 from torchsparsekv.patches._warn import warn
@@ -65,8 +65,7 @@ def enter_layers(layer, args, kwargs):
     if isinstance(cache, SparseCache):
         owner = layer._torchsparsekv_owner
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        if cache.owner is not owner:
-            raise ValueError("this SparseCache is from another patch (of another model, or before unpatch())")
+        check_owner(cache, owner)
         _refuse_training(layer, hidden)
         cache.use.check()
         cache.check_room(hidden.shape[1])

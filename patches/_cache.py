@@ -36,6 +36,11 @@ def check_active(owner) -> None:
         raise RuntimeError("the patch that made this SparseCache is off the model: patch it, and make a new cache")
 
 
+def check_owner(cache: "SparseCache", owner) -> None:
+    if cache.owner is not owner:
+        raise ValueError("this SparseCache is from another patch (of another model, or before unpatch())")
+
+
 def handle_for(model, method: str, max_length: int | None, options: dict):
     """The handle of the patch on a model; a model without a patch is patched. `options`: keywords of patch()."""
     from torchsparsekv.patches._install import install  # _install imports this file
@@ -153,6 +158,7 @@ class SparseCache(Cache):
         self.graphs: list = []  # decode steps of patches/_captured.py; `fixed` is what they assume
         self.fixed: list | None = None
         self.ids: torch.Tensor | None = None  # ids of the first tokens, with padding, as far as generate() saw them
+        self.cut_off = False  # an error ended a generate(), and the tokens behind `ids` are of its answer
         self.row_lengths: dict[RingPlan, RowLengths] = {}
         own = StaticCache(plan.config, max_cache_len=max_length).layers if None in plan.methods else []
         last = max(plan.attending)
@@ -219,8 +225,9 @@ class SparseCache(Cache):
             return self.reset()
         check_cropped(self)
         with torch.no_grad():
-            crop(self, columns)
+            crop(self, columns, length)
         if self.ids is not None:
+            self.cut_off &= columns > self.ids.shape[1]
             self.ids = self.ids[:, :columns]
 
     def reset(self) -> None:
@@ -228,7 +235,7 @@ class SparseCache(Cache):
         wait_for_side_stream(next(iter(self.row_lengths.values())).seq_len.device)
         for layer in self.layers:
             layer.reset()
-        self.ids = None
+        self.ids, self.cut_off = None, False
         self.use.end_of_model()
 
     @property
@@ -273,6 +280,7 @@ class SparseCache(Cache):
             lengths.copy_from(other.row_lengths[ring])
             rows = max(rows, int(lengths.view.length.max()))
         self.ids = None if other.ids is None else other.ids.expand(self.batch, -1)
+        self.cut_off = other.cut_off
         for mine, its in zip(self.stored.values(), other.stored.values()):
             mine.state.copy_from(its.state, None if mine.method.traits.reorders_pool else rows)
 

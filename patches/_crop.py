@@ -29,15 +29,19 @@ def check_cropped(cache) -> None:
             raise NotImplementedError(f"crop: {method.name} {method.traits.cannot_crop}; {INSTEAD}")
 
 
-def crop(cache, columns: int) -> None:
-    """Keep the first `columns` columns, which include padding, as in transformers. The counters of the report stay."""
+def crop(cache, columns: int, asked: int) -> None:
+    """Keep the first `columns` columns, which include padding, as in transformers. The counters of the report stay.
+    asked: the length as the user gave it."""
     device = next(iter(cache.row_lengths.values())).seq_len.device
     wait_for_side_stream(device)
     before: Mapping[RingPlan, list[int]] = {}
     for ring, lengths in cache.row_lengths.items():
         begins, pads = lengths.view.ring_begin.tolist(), lengths.left_pad.clone()
         if bool((pads >= columns).any()):
-            raise ValueError(f"crop({columns}) would leave a row of the batch with nothing but padding")
+            raise ValueError(
+                f"crop({asked}) would leave a row of the batch with nothing but padding: keep more than the "
+                f"{int(pads.max())} columns of the longest padding"
+            )
         before = {**before, ring: begins}
         _shorten(lengths, columns, pads)
     for layer in cache.stored.values():

@@ -1,4 +1,5 @@
 """The functions that replace generate() and its choice of a cache on a patched model."""
+import contextlib
 import functools
 import itertools
 from typing import TYPE_CHECKING
@@ -8,8 +9,8 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from torchsparsekv.patches import _use
 from torchsparsekv.patches._attention import NO_ATTENTIONS, NOTHING_BUT_PADDING, check_implementation
-from torchsparsekv.patches._cache import SparseCache
-from torchsparsekv.patches._ids import check_continues, ids_in, remember
+from torchsparsekv.patches._cache import SparseCache, check_owner
+from torchsparsekv.patches._ids import check_continues, ids_in, remember, remember_prompt
 from torchsparsekv.patches._names import NAME, cache_in, renamed
 from torchsparsekv.patches._warn import warn
 
@@ -28,12 +29,20 @@ def forget_compiled(model) -> None:
 @functools.wraps(GenerationMixin.generate)
 def generate(self, *args, **kwargs):
     """Call generate() of the class. At the end, also after an error, the caches that the call held are free again."""
-    cache = cache_in(kwargs)
-    ids = ids_in(args, kwargs) if isinstance(cache, SparseCache) else None
+    cache, ids, held = cache_in(kwargs), None, 0
+    if isinstance(cache, SparseCache):
+        check_owner(cache, self._torchsparsekv._owner)
+        ids, held = ids_in(args, kwargs), int(cache.get_seq_length())
     with _use.generating():
         if ids is not None:
             check_continues(cache, ids)
-        out = type(self).generate(self, *args, **renamed(kwargs))
+        try:
+            out = type(self).generate(self, *args, **renamed(kwargs))
+        except BaseException:
+            if ids is not None:
+                with contextlib.suppress(RuntimeError):  # of a device that failed
+                    remember_prompt(cache, ids, held)
+            raise
         if ids is not None:
             remember(cache, out)
         return out

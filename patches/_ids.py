@@ -16,6 +16,13 @@ def ids_in(args: tuple, kwargs: dict) -> Tensor | None:
 
 def check_continues(cache: "SparseCache", ids: Tensor) -> None:
     """Refuse ids that differ from those of the cache. A prompt without new tokens has a message of its own, later."""
+    if cache.cut_off and cache.ids is not None:
+        held, known = int(cache.get_seq_length()), cache.ids.shape[1]
+        raise ValueError(
+            f"an error or an interrupt ended an earlier generate() on this SparseCache. The cache holds {held} tokens, "
+            f"and nothing tells the ids of the last {held - known}, which are of the answer. cache.crop({known}) takes "
+            "them back, cache.reset() begins another conversation"
+        )
     if cache.ids is None or not len(ids) or ids.shape[1] <= cache.ids.shape[1] or len(cache.ids) % len(ids):
         return
     known, pads = cache.ids.to(ids.device), next(iter(cache.row_lengths.values())).left_pad.to(ids.device)
@@ -30,6 +37,17 @@ def check_continues(cache: "SparseCache", ids: Tensor) -> None:
         f"{int(given[row, at])} here and {int(known[row, at])} in the cache. cache.crop({at}) keeps the tokens before "
         "it, cache.reset() begins another conversation"
     )
+
+
+def remember_prompt(cache: "SparseCache", ids: Tensor, held: int) -> None:
+    """Keep the ids of the prompt, because an error ended generate(). If the cache has tokens of the answer too, which
+    nobody returned, it is cut off. held: its tokens before the call."""
+    if cache.use.open:  # a forward did not finish, which `Use.check` says
+        return
+    now = int(cache.get_seq_length())
+    if now > held:
+        cache.ids = ids.repeat_interleave(cache.batch // len(ids), 0)[:, :now].clone()
+        cache.cut_off = now > ids.shape[1]
 
 
 def remember(cache: "SparseCache", out) -> None:

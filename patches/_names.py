@@ -21,8 +21,8 @@ def cache_in(kwargs: dict):
 
 
 def renamed(kwargs: dict) -> dict:
-    """The same arguments, with the cache under the name of the installed transformers. Two caches stay two, which
-    transformers refuses."""
+    """The same arguments, with the cache under the name of the installed transformers. Two caches stay two, of
+    which transformers takes one."""
     name = name_in(kwargs)
     if name in (None, NAME) or kwargs.get(NAME) is not None:
         return kwargs

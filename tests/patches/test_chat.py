@@ -372,6 +372,90 @@ def test_ids_of_a_cache_follow_crop_reset_and_fork():
             model.generate(rows, cache=fork, **turn)
 
 
+class Interrupt:
+    """A streamer that interrupts generate() at token number `at` of the answer, or at 0 before anything is stored."""
+
+    def __init__(self, at: int):
+        self.left = at
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+    def end(self): ...
+
+
+@pytest.mark.parametrize("method", ["quest", "full"])
+@pytest.mark.parametrize("turns", [0, 1])
+@torch.no_grad()
+def test_answer_that_was_cut_off_is_not_taken_for_another_text(turns, method):
+    """Nobody returned the tokens of its answer, so nothing can compare them."""
+    model, turn = tiny(), dict(max_new_tokens=8, do_sample=False)
+    with patch(model, method) as handle:
+        cache, ids = handle.make_cache(1), IDS[:1]
+        if turns:
+            ids = torch.cat([model.generate(ids, cache=cache, **turn), NEXT[:1]], 1)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, cache=cache, streamer=Interrupt(4), **turn)
+        known, held = ids.shape[1], int(cache.get_seq_length())
+        assert held == known + 3
+        other = torch.cat([changed(ids, 0, known - 1), NEXT[:1]], 1)
+        for one in (cache, handle.fork(cache)):
+            with pytest.raises(ValueError, match=rf"holds {held} tokens.* the last 3, .*crop\({known}\)"):
+                model.generate(other, cache=one, **turn)
+        cache.crop(known + 1)  # one of them stays
+        with pytest.raises(ValueError, match="the last 1, "):
+            model.generate(other, cache=cache, **turn)
+        cache.crop(known)
+        with pytest.raises(ValueError, match=rf"token {known - 1} of row 0"):
+            model.generate(other, cache=cache, **turn)
+        cache.crop(known - 1)
+        want = model.generate(other, **turn)
+        assert torch.equal(model.generate(other, cache=cache, **turn), want)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(torch.cat([want, NEXT[:1]], 1), cache=cache, streamer=Interrupt(4), **turn)
+        cache.reset()
+        assert torch.equal(model.generate(other, cache=cache, **turn), want)
+        model.generate(torch.cat([want, NEXT[:1]], 1), cache=cache, **turn)
+
+
+@torch.no_grad()
+def test_call_that_is_refused_or_interrupted_before_it_stores_leaves_the_ids():
+    model, turn = tiny(), dict(max_new_tokens=6, do_sample=False)
+    with patch(model) as handle:
+        cache = handle.make_cache(1)
+        ids = torch.cat([model.generate(IDS[:1], cache=cache, **turn), NEXT[:1]], 1)
+        for error, given, how in (
+            (ValueError, ids.expand(3, -1), {}), (KeyboardInterrupt, ids, dict(streamer=Interrupt(0))),
+        ):  # fmt: skip
+            before = cache.ids
+            with pytest.raises(error):
+                model.generate(given, cache=cache, **how, **turn)
+            assert torch.equal(cache.ids, before)
+            assert not cache.cut_off
+        model.generate(ids, cache=cache, **turn)
+
+
+@torch.no_grad()
+def test_prompt_of_several_sequences_is_known_after_an_error():
+    """It comes before a forward reads a token of the answer."""
+
+    def interrupt(ids, scores):
+        raise KeyboardInterrupt
+
+    model = tiny()
+    with patch(model) as handle:
+        cache = handle.make_cache(2)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(
+                IDS[:1], cache=cache, num_return_sequences=2, do_sample=True, max_new_tokens=6,
+                logits_processor=[interrupt],
+            )  # fmt: skip
+        assert torch.equal(cache.ids, IDS[:1].expand(2, -1))
+        assert not cache.cut_off
+
+
 @torch.no_grad()
 def test_ids_that_nobody_sees_are_not_compared():
     """Padding, tokens of loops of one's own, and embeddings."""
