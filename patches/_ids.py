@@ -20,7 +20,7 @@ def check_continues(cache: "SparseCache", ids: Tensor) -> None:
         held, known = int(cache.get_seq_length()), cache.ids.shape[1]
         raise ValueError(
             f"an error or an interrupt ended an earlier generate() on this SparseCache. The cache holds {held} tokens, "
-            f"and nothing tells the ids of the last {held - known}, which are of the answer. cache.crop({known}) takes "
+            f"and the ids of the last {held - known}, which are of the answer, are unknown. cache.crop({known}) takes "
             "them back, cache.reset() begins another conversation"
         )
     if cache.ids is None or not len(ids) or ids.shape[1] <= cache.ids.shape[1] or len(cache.ids) % len(ids):
@@ -40,8 +40,8 @@ def check_continues(cache: "SparseCache", ids: Tensor) -> None:
 
 
 def remember_prompt(cache: "SparseCache", ids: Tensor, held: int) -> None:
-    """Keep the ids of the prompt, because an error ended generate(). If the cache has tokens of the answer too, which
-    nobody returned, it is cut off. held: its tokens before the call."""
+    """Keep the ids of the prompt, because an error ended generate(). If the cache also has tokens of the answer, the
+    answer is cut off: generate() did not return them. held: tokens of the cache before the call."""
     if cache.use.open:  # a forward did not finish, which `Use.check` says
         return
     now = int(cache.get_seq_length())

@@ -62,8 +62,8 @@ def _hopper(device: torch.device) -> bool:
 def launch_early(device: torch.device, programs: int) -> dict[str, bool]:
     """Launch options of a kernel of the decode step: on Hopper a kernel may start while the one before it still runs.
 
-    This is programmatic dependent launch. It hides 0.4 to 1 us between two small kernels, also in a CUDA graph. Every
-    kernel that is launched early must call `wait_for_previous` first. Large grids are not launched early: they would
+    This is programmatic dependent launch. It hides 0.4 to 1 us between two small kernels, also in a CUDA graph. Such a
+    kernel calls `wait_for_previous` before anything but `load_early`. Large grids are not launched early: they would
     crowd onto the multiprocessors that have room, and take longer (1024 programs of bound_scores: 10.4 instead of 9.1
     us).
     """

@@ -390,7 +390,7 @@ class Interrupt:
 @pytest.mark.parametrize("turns", [0, 1])
 @torch.no_grad()
 def test_answer_that_was_cut_off_is_not_taken_for_another_text(turns, method):
-    """Nobody returned the tokens of its answer, so nothing can compare them."""
+    """generate() did not return the tokens of the answer, so no later call can compare them."""
     model, turn = tiny(), dict(max_new_tokens=8, do_sample=False)
     with patch(model, method) as handle:
         cache, ids = handle.make_cache(1), IDS[:1]
@@ -439,7 +439,7 @@ def test_call_that_is_refused_or_interrupted_before_it_stores_leaves_the_ids():
 
 @torch.no_grad()
 def test_prompt_of_several_sequences_is_known_after_an_error():
-    """It comes before a forward reads a token of the answer."""
+    """The error comes before a forward reads a token of the answer."""
 
     def interrupt(ids, scores):
         raise KeyboardInterrupt

@@ -220,9 +220,6 @@ MUTATIONS = (
              "ids = ids_of_row(codes.ids, table, b, sink, end).transpose(1, 2).long()",
              "ids = ids_of_row(codes.ids, table, b, sink, end - 1).transpose(1, 2).long()",
              "tests/methods/test_pariskv.py::test_rows_below_the_dense_threshold_take_everything"),
-    Mutation("an answer that was cut off is taken for what follows", "patches/_ids.py",
-             "cache.cut_off = now > ids.shape[1]", "cache.cut_off = False",
-             "tests/patches/test_chat.py::test_answer_that_was_cut_off_is_not_taken_for_another_text"),
     # ---- rows that share one pool
     Mutation("keys that are not there are counted", "ops/pariskv/count_ids.py",
              "count -= tl.where(c == 0, dead, 0)", "count -= 0",
@@ -472,6 +469,9 @@ MUTATIONS = (
              "(pos <= tl.where(row < sink, tl.minimum(end, sink), end))",
              "tests/ops/_machinery/test_ops.py::test_kernel_equals_reference -k sparse_attention"),
     # ---- what generate() does with a step
+    Mutation("an answer that was cut off is taken for what follows", "patches/_ids.py",
+             "cache.cut_off = now > ids.shape[1]", "cache.cut_off = False",
+             "tests/patches/test_chat.py::test_answer_that_was_cut_off_is_not_taken_for_another_text"),
     Mutation("a step that waits for the host is captured", "patches/_captured.py",
              "        if sync_ops:\n            self._compile_instead",
              "        if not out:\n            self._compile_instead",

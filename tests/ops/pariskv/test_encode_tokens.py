@@ -1,4 +1,4 @@
-"""One program encodes a tile of many tokens, or a part of one of few: both store what the reference stores."""
+"""A program encodes a tile of many tokens. With few tokens it encodes a part of one. Both equal the reference."""
 import importlib
 
 import pytest
