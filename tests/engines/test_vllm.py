@@ -50,8 +50,10 @@ native = [pytest.mark.gpu, pytest.mark.skipif(not NATIVE, reason="needs vLLM's n
 
 
 def full(method: str, kv: str) -> dict:
-    """Options that select all tokens."""
-    return {"method": method, "kv": kv, "budget": 256, **SMALL} | ({"device_gib": 0.125} if kv == "auto" else {})
+    """Options that select all tokens. With "auto" all blocks fit on a GPU. A CPU counts as a device without memory, so
+    there they are in a hot buffer."""
+    device = {"device_gib": 0.125} if kv == "auto" and GPU else {}
+    return {"method": method, "kv": kv, "budget": 256, **SMALL, **device}
 
 
 @pytest.mark.parametrize("graphs", WAYS)
@@ -156,15 +158,16 @@ def finder(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("graphs", WAYS)
-@pytest.mark.parametrize("kv", ["device", "host"])
+@pytest.mark.parametrize("kv", ["device", "host", "auto"])
 def test_each_of_sixteen_requests_finds_its_needle(finder, kv, graphs, dtype):
+    """With "auto" a quarter of the blocks fit on the device, in float32."""
     prompts = []
     for i in range(IDS):
         length = 300 + 23 * i
         prompt = [FILLERS + (7 * j + i) % 60 for j in range(length)]
         prompt[40 + (37 * i) % (length - 120)] = NEEDLES + i
         prompts.append([*prompt, 3])
-    ours = {"method": "quest", "kv": kv, "budget": 32, **SMALL}
+    ours = {"method": "quest", "kv": kv, "budget": 32, **SMALL} | ({"device_gib": 0.0015} if kv == "auto" else {})
     usual = dict(max_num_seqs=16, max_model_len=768, max_num_batched_tokens=512, dtype=dtype)
     with serving(finder, graphs=graphs, ours=ours, **usual) as llm:
         got, _ = tokens_of(llm, prompts, 20)
@@ -320,17 +323,17 @@ def test_short_host_memory_is_refused_with_numbers(llama, monkeypatch):
     layer(config)
     monkeypatch.setattr(engine.host, "available", lambda: 1 << 30)
     with pytest.raises(MemoryError, match=r"host_gib=1.5, but 1.00 GiB are free for each rank"):
-        engine.plan_host(config)
+        engine.plan(config)
     config = config_of(llama[0], {"method": "quest", "kv": "host"})
     block = layer(config).store.host_bytes
     monkeypatch.setattr(engine.host, "available", lambda: 20 * block)
     with pytest.raises(MemoryError, match=r"17 blocks of 16 tokens take .* GiB of host memory, .* may be used"):
-        engine.plan_host(config)
+        engine.plan(config)
     layer(config)
     config.cache_config.num_gpu_blocks_override = 41
     monkeypatch.setattr(engine.host, "available", lambda: 50 * block)
     with pytest.raises(MemoryError, match="41 blocks"):
-        engine.plan_host(config)
+        engine.plan(config)
 
 
 def test_memory_lost_after_planning_does_not_change_the_plan(llama, monkeypatch):
@@ -339,7 +342,7 @@ def test_memory_lost_after_planning_does_not_change_the_plan(llama, monkeypatch)
     made = layer(config)
     for free in (50, 48):
         monkeypatch.setattr(engine.host, "available", lambda: free * made.store.host_bytes)  # noqa: B023
-        engine.plan_host(config)
+        engine.plan(config)
         assert config.cache_config.num_gpu_blocks_override == 40  # what four fifths hold, of 65 for all requests
     config.cache_config.num_gpu_blocks = 40
     engine.Builder(None, ["0"], config, torch.device("cpu"))
@@ -368,38 +371,66 @@ def test_most_of_the_device_memory_that_vllm_may_use_holds_keys_and_values(llama
     assert engine.device_room(config, index * engine.GIB) == pytest.approx(room * engine.GIB)
 
 
-@pytest.mark.parametrize(("on_host", "on_device", "planned"), [(30, 24, 30), (30, 50, 50), (30, 99, 65), (80, 70, 65)])
-def test_auto_plans_as_many_blocks_as_the_larger_memory_holds(llama, monkeypatch, on_host, on_device, planned):
-    """Of 65 for all requests. If the device has room for all that are planned, it holds the pool."""
-    config = config_of(llama[0], {"method": "quest", "kv": "auto", "budget": 16, **SMALL})
-    store = layer(config).store
-    free = -(-8 * on_device * store.host_bytes // 7) + on_device * store.page_bytes
+def auto(monkeypatch, config, store, on_host: int, on_device: int) -> None:
+    """Give kv="auto" memory for as many blocks on the host, and on the device with their index."""
     monkeypatch.setattr(engine, "SPARED", 0)
     monkeypatch.setattr(engine.host, "available", lambda: int(on_host * store.host_bytes / engine.USABLE) + 1)
+    free = on_device * (store.host_bytes + store.page_bytes)
     config.cache_config.gpu_memory_utilization = 1.0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
-    engine.plan_host(config)
+
+
+@pytest.mark.parametrize(
+    ("on_host", "on_device", "given", "device"),
+    [(30, 29, None, False), (30, 30, None, True), (30, 99, None, True), (80, 64, None, False), (80, 65, None, True),
+     (3, 16, None, False), (80, 40, 40, True), (80, 40, 41, False)],
+)  # fmt: skip
+def test_auto_is_the_device_if_it_holds_as_many_blocks_as_the_host(
+    llama, monkeypatch, on_host, on_device, given, device
+):
+    """Or 65, for all requests, or as many as the user asks for; one request needs 17. vLLM then counts the blocks that
+    fit, as with kv="device"."""
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "budget": 16, **SMALL})
+    store = layer(config).store
+    whole = layer(config_of(llama[0], {"method": "quest", "kv": "device", "budget": 16, **SMALL})).store.page_bytes
+    auto(monkeypatch, config, store, on_host, on_device)
+    config.cache_config.num_gpu_blocks_override = given
+    if on_host < 17 and not device:
+        with pytest.raises(MemoryError, match="17 blocks of 16 tokens take"):
+            engine.plan(config)
+        return
+    engine.plan(config)
+    assert (store.kv == "device", store.page_bytes == whole) == (device, device)
+    planned = given or (None if device else min(on_host, 65))
     assert config.cache_config.num_gpu_blocks_override == planned
-    assert store.whole == (planned <= on_device)
-    config.cache_config.num_gpu_blocks = planned
+    config.cache_config.num_gpu_blocks = planned or 30
     engine.Builder(None, ["0"], config, torch.device("cpu"))
-    assert (store.hot is None) == store.whole
+    assert (store.hot is None) == device
 
 
-def test_room_is_shared_by_the_sizes_of_layers(llama, monkeypatch):
-    """The device has just enough for all blocks of a layer with 2 kv heads and one with 4."""
+def test_auto_on_the_device_takes_no_more_than_device_gib(llama, monkeypatch):
+    """Of 65 blocks for all requests the host holds 20, and `device_gib` 30."""
+    options = {"method": "quest", "kv": "auto", "budget": 16, **SMALL}
+    block = layer(config_of(llama[0], options)).store.host_bytes
+    config = config_of(llama[0], options | {"device_gib": 30 * block / engine.GIB})
+    store = layer(config).store
+    auto(monkeypatch, config, store, 20, 99)
+    engine.plan(config)
+    assert (store.kv, config.cache_config.num_gpu_blocks_override) == ("device", 30)
+
+
+def test_all_layers_choose_one_place(llama, monkeypatch):
+    """The device has just enough for the blocks of a layer with 2 kv heads and one with 4."""
     config = config_of(llama[0], {"method": "quest", "kv": "auto"})
     made = [layer(config), layer(config)]
     with vllm.config.set_current_vllm_config(config):
         made[1] = engine.Impl(4, 64, 0.125, 4)
     config.compilation_config.static_forward_context = {str(i): SimpleNamespace(impl=x) for i, x in enumerate(made)}
-    stores = [x.store for x in made]
     monkeypatch.setattr(engine.host, "available", lambda: 0)
-    monkeypatch.setattr(engine, "whole_blocks", lambda _: 20)
-    monkeypatch.setattr(engine, "device_room", lambda *_: 20 * sum(s.host_bytes for s in stores))
-    engine.plan_host(config)
-    assert [s.whole for s in stores] == [True, True]
+    monkeypatch.setattr(engine, "blocks_on_device", lambda _: 17)
+    engine.plan(config)
+    assert [x.store.kv for x in made] == ["device", "device"]
 
 
 def test_ranks_share_the_least_free_device_memory(llama, monkeypatch):
@@ -418,11 +449,9 @@ def test_device_that_holds_no_step_is_refused_without_device_gib(llama, monkeypa
     config = config_of(llama[0], {"method": "quest", "kv": "auto"})
     made = layer(config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    blocks = 2 * made.store.least_hot_bytes // made.store.host_bytes
     with pytest.raises(MemoryError, match=r"steps of max_num_seqs=4 requests need .* GiB of device memory"):
-        engine.refuse_short_device(config, blocks, made.store.least_hot_bytes - 1)
-    engine.refuse_short_device(config, blocks, made.store.least_hot_bytes)
-    engine.refuse_short_device(config, 3, 3 * made.store.host_bytes)
+        engine.refuse_short_device(config, made.store.least_hot_bytes - 1)
+    engine.refuse_short_device(config, made.store.least_hot_bytes)
 
 
 @pytest.mark.parametrize("launcher", ["mp", "external_launcher"])
@@ -431,7 +460,7 @@ def test_workers_with_their_own_configuration_share_the_plan_in_bytes(llama, mon
     config.parallel_config.world_size, config.parallel_config.distributed_executor_backend = 2, launcher
     monkeypatch.setattr(engine, "least_of_ranks", lambda _, count: count)
     made = layer(config)
-    engine.plan_host(config)
+    engine.plan(config)
     assert config.cache_config.num_gpu_blocks_override == 65
     told = 65 * made.store.page_bytes if launcher == "mp" else None
     assert config.cache_config.kv_cache_memory_bytes == told

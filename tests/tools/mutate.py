@@ -252,9 +252,6 @@ MUTATIONS = (
     Mutation("engine rest: small blocks are groups by default", "torchsparsekv/engines/_options.py",
              "whole and block_size >= LEAST_REST", "whole",
              "tests/ops/engine/test_engine_blocks.py::test_groups_of_the_rest_are_the_blocks_of_the_engine"),
-    Mutation("a pool that just fits the device lies in host memory", "torchsparsekv/engines/_blocks.py",
-             "self.slots = units <= slots,", "self.slots = units < slots,",
-             "tests/ops/engine/test_engine_blocks.py::test_device_with_room_for_all_blocks_holds_the_pool"),
     Mutation("blocks that are all there are not marked as used", "ops/engine/fetch_shared.py",
              "        tl.store(hot.used + h * slots + slot, tl.full((PART,), 1, tl.int32), mask=slot >= 0)\n", "",
              "tests/ops/engine/test_fetch_shared.py::test_blocks_that_are_all_there_are_marked_as_used"),
@@ -262,7 +259,7 @@ MUTATIONS = (
              "(groups * interval + sink)", "(groups * interval + sink + interval)",
              "tests/ops/engine/test_engine_blocks.py::test_random_requests_equal_brute_force[device-quest]"),
     Mutation("a prompt does not go to the device", "torchsparsekv/engines/_blocks.py",
-             "if self.resident and not self.whole:\n            self._admit", "if False:\n            self._admit",
+             "if self.kv == \"auto\":\n            self._admit", "if False:\n            self._admit",
              "tests/ops/engine/test_engine_blocks.py::test_blocks_stay_on_the_device_until_it_is_full"),
     # ---- choices of tokens
     Mutation("heads choose by the sum of their logits", "ops/select/softmax_scores.py",

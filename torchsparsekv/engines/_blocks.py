@@ -7,10 +7,9 @@ share is indexed once, and a block that is filled anew keeps nothing but the ori
 than the window, an interval at a time.
 
 kv="device": the pool is the engine's own cache, and the index lies beside it. kv="host": the pool is pinned host
-memory, and the device has the index and one hot buffer for all requests. kv="auto": if all blocks fit on the device,
-the pool lies there, beside the engine's cache. Else as "host", with a hot buffer of `device_gib`. Prompts fill the hot
-buffer. When it is full, blocks that no step selected lately leave it. A step that selects them again fetches them from
-the host.
+memory, and the device has the index and one hot buffer for all requests. kv="auto": as "device" if the device has room
+for as many blocks as the host. Else as "host", with a hot buffer of `device_gib`. Prompts fill the hot buffer. When it
+is full, blocks that no step selected lately leave it. A step that selects them again fetches them from the host.
 
 A method indexes and chooses by the hooks that patch() calls (`Method.written`, `Method.choose`), on a SharedLayer.
 ops/engine/__init__.py lists the launches of a prompt and of a decode step.
@@ -74,8 +73,7 @@ class BlockStore:
         self, options: Options, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, requests: int,
         places: int,
     ):  # fmt: skip
-        self.method, self.on_host, self.device, self.dtype = options.method, options.kv != "device", device, dtype
-        self.resident, self.whole = options.kv == "auto", False  # whole: the device has room for every block
+        self.method, self.kv, self.device, self.dtype = options.method, options.kv, device, dtype
         self.heads, self.head_dim, self.block_size, self.requests = heads, head_dim, options.block_size, requests
         self.unit = self.method.block_size  # tokens that are selected together: a block, or one token
         self.plan = self.method.ring_plan
@@ -98,6 +96,10 @@ class BlockStore:
         self._hot_rows = self._zeros(self._hot_shape()) if options.kv == "host" else None
 
     # ---- sizes, and memory
+
+    @property
+    def on_host(self) -> bool:
+        return self.kv != "device"
 
     def _geometry(self, batch: int, blocks: int) -> Geometry:
         return Geometry(batch, self.heads, self.head_dim, blocks * self.block_size, self.dtype)
@@ -136,7 +138,7 @@ class BlockStore:
     @property
     def host_bytes(self) -> int:
         """Bytes of a block in host memory."""
-        return self._pool(1).nbytes if self.on_host and not self.whole else 0
+        return self._pool(1).nbytes if self.on_host else 0
 
     @property
     def _unit_bytes(self) -> int:
@@ -147,27 +149,14 @@ class BlockStore:
         """Bytes of a hot buffer that has room for a step of all requests."""
         return self._least_slots * self._unit_bytes
 
-    def reserve(self, blocks: int, room: int) -> None:
-        """With kv="auto": allocate the pool of `blocks` blocks on the device, if `room` bytes hold it. Else allocate a
-        hot buffer, which has room for a step at least."""
-        units, each = blocks * self.block_size // self.unit, self._unit_bytes
-        slots = max(self._least_slots, room // each)
-        self.whole, self.slots = units <= slots, min(units, slots)
-        self._hot_rows = None  # frees that of another size
+    def reserve(self, room: int) -> None:
+        """With kv="auto": allocate a hot buffer of `room` bytes, which has room for a step at least."""
+        self.slots = max(self._least_slots, room // self._unit_bytes)
         self._hot_rows = self._zeros(self._hot_shape())
 
     def allocate(self, blocks: int) -> None:
-        """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer. If the device has room
-        for the whole pool, the pool takes the memory that was reserved."""
+        """Allocate the pool of `blocks` blocks in host memory, and the tables of the hot buffer."""
         units = blocks * self.block_size // self.unit
-        if self.whole:
-            if units > self.slots:
-                raise ValueError(f"{self.slots} units were reserved, and {units} are needed")
-            if units < self.slots:  # engines may come to fewer blocks than were planned
-                self.reserve(blocks, units * self._unit_bytes)
-            assert self._hot_rows is not None
-            self.pool = self._hot_rows.flatten(2, 3)
-            return
         if not self.on_host or (self.hot is not None and self.hot.slot_of.shape[2] == units):
             return
         b = self._pool(blocks)
@@ -242,7 +231,7 @@ class BlockStore:
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, table: Tensor, past: int, a: Attention) -> Tensor:
         """Attention of new tokens of one request behind `past` others, in blocks of `table`; all have been written."""
         out = table_prompt(q, k, v, self._ready().store.pool, table, past, self.block_size, a)
-        if self.resident and not self.whole:
+        if self.kv == "auto":
             self._admit(table[past // self.block_size : cdiv(past + len(k), self.block_size)])
         return out
 

@@ -11,8 +11,8 @@ PLACES = ("device", "host", "auto")
 class Options:
     """method: the method with its hyper-parameters.
     block_size: tokens of a block of the engine. The method selects whole blocks, or single tokens.
-    kv: where keys and values are: "device" (in the engine's own cache), "host" (in pinned host memory), or "auto" (on
-        the device if it has room for as many requests as the host; else in pinned host memory, and on the device too
+    kv: where keys and values are: "device" (in the engine's own cache), "host" (in pinned host memory), or "auto"
+        ("device" if it has room for as many blocks as the host; else in pinned host memory, and on the device too
         while there is room).
     host_gib: how many GiB of host memory may be used. None: most of what is free.
     device_gib: with kv="auto", how many GiB of device memory hold keys and values. None: most of

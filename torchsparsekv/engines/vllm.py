@@ -258,7 +258,7 @@ def free_for_cache(config: VllmConfig) -> int:
 
 
 def device_room(config: VllmConfig, index: int = 0) -> int:
-    """Bytes of device memory that keys and values may fill with kv="auto", beside an index of `index` bytes.
+    """Bytes of device memory that a hot buffer may fill with kv="auto", beside an index of `index` bytes.
 
     vLLM measures its own memory afterwards: an eighth of the room, and at least 2 GiB, is left for steps with prompts.
     """
@@ -276,10 +276,9 @@ def device_room(config: VllmConfig, index: int = 0) -> int:
     return max(min(room * 7 // 8, room - SPARED), 0)
 
 
-def refuse_short_device(config: VllmConfig, blocks: int, room: int) -> None:
-    """Refuse a `room` of device memory, measured without `device_gib`, that holds neither a step nor all `blocks`."""
-    stores = [impl.store for impl in ours_in(config)]
-    least = min(sum(s.least_hot_bytes for s in stores), blocks * sum(s.host_bytes for s in stores))
+def refuse_short_device(config: VllmConfig, room: int) -> None:
+    """Refuse a `room` of device memory, measured without `device_gib`, that holds no step."""
+    least = sum(impl.store.least_hot_bytes for impl in ours_in(config))
     if torch.cuda.is_available() and room < least:
         raise MemoryError(
             f"torchsparsekv: steps of max_num_seqs={config.scheduler_config.max_num_seqs} requests need "
@@ -288,14 +287,14 @@ def refuse_short_device(config: VllmConfig, blocks: int, room: int) -> None:
         )
 
 
-def whole_blocks(config: VllmConfig) -> int:
-    """The most blocks that fit `device_room` beside their index."""
+def blocks_on_device(config: VllmConfig) -> int:
+    """How many blocks the device holds with their index: in `device_gib`, or in what vLLM may still use. vLLM measures
+    exactly, but only after it asks for a plan."""
     ours = ours_in(config)
     gib, of_block = ours[0].options.device_gib, sum(impl.store.host_bytes for impl in ours)
     if gib is not None:
         return int(gib * GIB) // of_block
-    room, index = free_for_cache(config), sum(impl.store.page_bytes for impl in ours)
-    return max(min(7 * room // (8 * of_block + 7 * index), (room - SPARED) // (of_block + index)), 0)
+    return max(free_for_cache(config) - SPARED, 0) // (of_block + sum(impl.store.page_bytes for impl in ours))
 
 
 def _is_ours(layer: object) -> bool:
@@ -311,9 +310,10 @@ def plans_elsewhere(parallel: ParallelConfig) -> bool:
     return parallel.world_size > 1 and parallel.distributed_executor_backend != "external_launcher"
 
 
-def plan_host(config: VllmConfig) -> None:
-    """Plan the number of blocks. It is the least of three: as many as requests can have, as host memory holds (with
-    kv="auto" as host or device holds), and as have an index that fits half of the free device memory.
+def plan(config: VllmConfig) -> None:
+    """With kv="auto" choose where keys and values live. Unless vLLM's own cache holds them, plan the number of blocks.
+    It is the least of three: as many as requests can have, as host memory holds, and as have an index that fits half
+    of the free device memory.
 
     vLLM asks every layer, and some layers again; the first plan holds for all of them.
     """
@@ -322,15 +322,21 @@ def plan_host(config: VllmConfig) -> None:
         return
     stores = [impl.store for impl in ours]
     longest, room = blocks_of_longest(config), host_room(config)
-    wanted, memory = config.cache_config.num_gpu_blocks_override, {"host": (room, sum(s.host_bytes for s in stores))}
+    wanted, of_block = config.cache_config.num_gpu_blocks_override, sum(s.host_bytes for s in stores)
+    least = longest + 1 if wanted is None else wanted  # vLLM keeps one block to itself
+    useful = least if wanted is not None else config.scheduler_config.max_num_seqs * longest + 1
+    if stores[0].kv == "auto" and (fit := blocks_on_device(config)) >= max(least, min(useful, room // of_block)):
+        for store in stores:
+            store.kv = "device"
+        if ours[0].options.device_gib is not None:  # else vLLM fills the memory that it may use
+            set_blocks(config, min(fit, useful))
+        return
+    memory = {"host": (room, of_block)}
     if wanted is None and torch.cuda.is_available():
         memory["device"] = torch.cuda.mem_get_info()[0] // 2, sum(s.page_bytes for s in stores)
     counts = {name: have // block for name, (have, block) in memory.items()}
-    if stores[0].resident:
-        counts["host"] = max(counts["host"], whole_blocks(config))
     what = min(counts, key=lambda name: counts[name])
     most = least_of_ranks(config, counts[what])
-    least = longest + 1 if wanted is None else wanted  # vLLM keeps one block to itself
     if most < least:
         have, block = memory[what]
         more = ", or raise host_gib" if what == "host" else ""
@@ -338,17 +344,22 @@ def plan_host(config: VllmConfig) -> None:
             f"torchsparsekv: {least} blocks of {stores[0].block_size} tokens take {least * block / GIB:.2f} GiB of "
             f"{what} memory, {have / GIB:.2f} may be used: lower max_model_len (or num_gpu_blocks_override){more}"
         )
-    blocks = least if wanted is not None else min(most, config.scheduler_config.max_num_seqs * longest + 1)
-    if stores[0].resident:
+    blocks = min(most, useful)
+    if stores[0].kv == "auto":
         room = device_room(config, blocks * sum(s.page_bytes for s in stores))
-        refuse_short_device(config, blocks, room)
-        of_block = sum(s.host_bytes for s in stores)
+        refuse_short_device(config, room)
         for store in stores:
-            store.reserve(blocks, room * store.host_bytes // of_block)
-    if wanted is None:
+            store.reserve(room * store.host_bytes // of_block)
+    set_blocks(config, blocks)
+
+
+def set_blocks(config: VllmConfig, blocks: int) -> None:
+    """Tell vLLM how many blocks to make, if the user has not."""
+    if config.cache_config.num_gpu_blocks_override is None:
         config.cache_config.num_gpu_blocks_override = blocks
         if plans_elsewhere(config.parallel_config):
-            config.cache_config.kv_cache_memory_bytes = blocks * sum(s.page_bytes for s in stores)
+            of_block = sum(impl.store.page_bytes for impl in ours_in(config))
+            config.cache_config.kv_cache_memory_bytes = blocks * of_block
 
 
 def describe(config: VllmConfig, spec: AttentionSpec) -> dict[str, Any]:
@@ -361,7 +372,7 @@ def describe(config: VllmConfig, spec: AttentionSpec) -> dict[str, Any]:
             f"were made: give block_size={spec.block_size}"
         )
     if impl.store.on_host:
-        plan_host(config)
+        plan(config)
     width = impl.store.page_bytes // spec.block_size
     return dict(num_kv_heads=1, head_size=width, head_size_v=0, dtype=torch.uint8)
 
