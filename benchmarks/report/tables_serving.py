@@ -54,7 +54,7 @@ def throughput(at_32k: Result, small: Result, at_128k: Result) -> str:
     share = [100 * int(_held(x)) * r.options["budget"] / x["context"] for r in every for x in r.rows if _held(x)]
     said = (
         f"{gpu(*every)}, {shape(*every)}, the largest batch that fits {o['caps_gib'][0]:g} GiB of GPU memory and "
-        f"{o['host_share'] * o['host_gib']:.0f} GiB of host memory ({o['host_share']:g} of {o['host_gib']:g} GiB). "
+        f"{o['host_share']:g} of the free host memory, {o['host_gib']:g} GiB at most. "
         "Dense attention is on the GPU. The pool of the methods is in host memory, that of their two dense layers on "
         f"the GPU; hot buffers, in budgets, hold {span(share, 0)} % of the tokens. Replay: each layer fetches the "
         "blocks that heads of Qwen2.5-Coder-1.5B selected after 32K or 120K of source code. Over dense: tokens a "

@@ -100,7 +100,7 @@ def _dense_ms(results: tuple[Result, ...]) -> str:
     return span([x["tpot_ms"] for r in results for x in r.rows if x["method"] in DENSE])
 
 
-@table("speed-512k-int8", *(f"h200_decode_512k_int8{name}.json" for name in ("_256", "_pariskv", "")))
+@table("speed-512k-int8", *(f"h200_decode_512k_int8{name}.json" for name in ("_256", "")))
 def speed_512k_int8(*results: Result) -> str:
     """The longest context with a pool in 8 bits. A later file counts."""
     found = {
