@@ -409,6 +409,23 @@ def test_auto_is_the_device_if_it_holds_as_many_blocks_as_the_host(
     assert (store.hot is None) == device
 
 
+@pytest.mark.parametrize(
+    ("on_device", "said"),
+    [(30, 'kv="auto" keeps keys and values on the device, which holds about 30 blocks'),
+     (29, "30 blocks, 30.00 GiB of keys and values in host memory, {hot:.2f} GiB of hot buffers on the device")],
+)  # fmt: skip
+def test_log_says_where_keys_and_values_are(llama, monkeypatch, on_device, said):
+    """In GiB; here a block has one."""
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "budget": 16, **SMALL})
+    store, lines = layer(config).store, []
+    auto(monkeypatch, config, store, 30, on_device)
+    monkeypatch.setattr(engine, "GIB", store.host_bytes)
+    monkeypatch.setattr(engine.LOG, "info", lambda text, *numbers: lines.append(text % numbers))
+    engine.plan(config)
+    hot = store._hot_rows.nbytes / engine.GIB if store.kv == "auto" else 0
+    assert lines == ["torchsparsekv: " + said.format(hot=hot)]
+
+
 def test_auto_on_the_device_takes_no_more_than_device_gib(llama, monkeypatch):
     """Of 65 blocks for all requests the host holds 20, and `device_gib` 30."""
     options = {"method": "quest", "kv": "auto", "budget": 16, **SMALL}

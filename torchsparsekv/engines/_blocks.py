@@ -149,6 +149,10 @@ class BlockStore:
         """Bytes of a hot buffer that has room for a step of all requests."""
         return self._least_slots * self._unit_bytes
 
+    @property
+    def hot_bytes(self) -> int:
+        return self.slots * self._unit_bytes
+
     def reserve(self, room: int) -> None:
         """With kv="auto": allocate a hot buffer of `room` bytes, which has room for a step at least."""
         self.slots = max(self._least_slots, room // self._unit_bytes)

@@ -4,6 +4,7 @@ A block of the cache of this backend holds the index of a method, with keys and 
 backend declare a block of bytes (`describe`). What differs between versions of vLLM is in the seams (_vllm_seams.py).
 """
 import itertools
+import logging
 import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ VERSION, SEAM = _vllm_seams.version(), _vllm_seams.seam()
 USABLE = 0.8  # share of the free host memory that is used without `host_gib`
 GIB = 2**30
 SPARED = 2 * GIB  # of the device memory, what is left for steps with prompts at least
+LOG = logging.getLogger("vllm.torchsparsekv")  # vLLM prints what its own loggers and their children say
 
 
 def refuse(config: VllmConfig) -> None:
@@ -330,6 +332,7 @@ def plan(config: VllmConfig) -> None:
             store.kv = "device"
         if ours[0].options.device_gib is not None:  # else vLLM fills the memory that it may use
             set_blocks(config, min(fit, useful))
+        LOG.info('torchsparsekv: kv="auto" keeps keys and values on the device, which holds about %d blocks', fit)
         return
     memory = {"host": (room, of_block)}
     if wanted is None and torch.cuda.is_available():
@@ -351,6 +354,11 @@ def plan(config: VllmConfig) -> None:
         for store in stores:
             store.reserve(room * store.host_bytes // of_block)
     set_blocks(config, blocks)
+    hot = sum(s.hot_bytes for s in stores)
+    LOG.info(
+        "torchsparsekv: %d blocks, %.2f GiB of keys and values in host memory, %.2f GiB of hot buffers on the device",
+        blocks, blocks * of_block / GIB, hot / GIB,
+    )  # fmt: skip
 
 
 def set_blocks(config: VllmConfig, blocks: int) -> None:
