@@ -381,6 +381,20 @@ def auto(monkeypatch, config, store, on_host: int, on_device: int) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 2 * free))
 
 
+@pytest.mark.parametrize(("given", "kept"), [(200, "device"), (80, "auto")])
+def test_memory_that_the_user_gives_to_the_cache_counts_instead_of_what_is_free(llama, monkeypatch, given, kept):
+    """Of 300 free blocks with their index. 2 GiB for steps with prompts are not taken off what is given."""
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "budget": 16, **SMALL}, max_num_seqs=5)
+    store = layer(config).store
+    auto(monkeypatch, config, store, 100, 300)
+    monkeypatch.setattr(engine, "SPARED", 2 * engine.GIB)
+    config.cache_config.kv_cache_memory_bytes = given * (store.host_bytes + store.page_bytes)
+    engine.plan(config)
+    assert store.kv == kept
+    hot = given * (store.host_bytes + store.page_bytes) - 81 * store.page_bytes
+    assert kept == "device" or store.slots == hot // store.host_bytes
+
+
 @pytest.mark.parametrize(
     ("on_host", "on_device", "given", "device"),
     [(30, 29, None, False), (30, 30, None, True), (30, 99, None, True), (80, 64, None, False), (80, 65, None, True),

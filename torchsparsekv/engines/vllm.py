@@ -250,19 +250,26 @@ def host_room(config: VllmConfig) -> int:
 
 
 def free_for_cache(config: VllmConfig) -> int:
-    """Bytes of device memory that vLLM may still use in each rank; measured once, before the hot buffers are there."""
+    """Bytes of device memory that vLLM may still use in each rank, or that its user gives to the cache; measured once,
+    before the hot buffers are there."""
     first = ours_in(config)[0]
     if first.free is None:
         free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
-        mine = int(config.cache_config.gpu_memory_utilization * total) - (total - free)
-        first.free = max(least_of_ranks(config, mine), 0)
+        mine, given = int(config.cache_config.gpu_memory_utilization * total) - (total - free), given_bytes(config)
+        first.free = max(least_of_ranks(config, mine if given is None else given), 0)
     return first.free
+
+
+def given_bytes(config: VllmConfig) -> int | None:
+    """What the user of vLLM gives to the cache on a GPU. vLLM then measures no memory for steps with prompts."""
+    return config.cache_config.kv_cache_memory_bytes if torch.cuda.is_available() else None
 
 
 def device_room(config: VllmConfig, index: int = 0) -> int:
     """Bytes of device memory that a hot buffer may fill with kv="auto", beside an index of `index` bytes.
 
-    vLLM measures its own memory afterwards: an eighth of the room, and at least 2 GiB, is left for steps with prompts.
+    If vLLM measures its own memory afterwards, an eighth of the room, and at least 2 GiB, is left for steps with
+    prompts.
     """
     ours = ours_in(config)
     gib, least = ours[0].options.device_gib, sum(impl.store.least_hot_bytes for impl in ours)
@@ -275,7 +282,7 @@ def device_room(config: VllmConfig, index: int = 0) -> int:
     if gib is not None:
         return int(gib * GIB)
     room = free_for_cache(config) - index
-    return max(min(room * 7 // 8, room - SPARED), 0)
+    return max(room if given_bytes(config) is not None else min(room * 7 // 8, room - SPARED), 0)
 
 
 def refuse_short_device(config: VllmConfig, room: int) -> None:
@@ -290,13 +297,14 @@ def refuse_short_device(config: VllmConfig, room: int) -> None:
 
 
 def blocks_on_device(config: VllmConfig) -> int:
-    """How many blocks the device holds with their index: in `device_gib`, or in what vLLM may still use. vLLM measures
-    exactly, but only after it asks for a plan."""
+    """How many blocks the device holds with their index: in `device_gib`, or in what vLLM may still use. What steps
+    with prompts need is a guess: vLLM measures it, but only after it asks for a plan."""
     ours = ours_in(config)
     gib, of_block = ours[0].options.device_gib, sum(impl.store.host_bytes for impl in ours)
     if gib is not None:
         return int(gib * GIB) // of_block
-    return max(free_for_cache(config) - SPARED, 0) // (of_block + sum(impl.store.page_bytes for impl in ours))
+    room = free_for_cache(config) - (SPARED if given_bytes(config) is None else 0)
+    return max(room, 0) // (of_block + sum(impl.store.page_bytes for impl in ours))
 
 
 def _is_ours(layer: object) -> bool:
