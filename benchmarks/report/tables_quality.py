@@ -550,12 +550,10 @@ def readme(board: Means, second: Means, rest: Means, dense_cache: Result, *speed
     said = (
         f"{tokens(LONG)} tokens, budget 1024, batch 1, one H200. Score: mean of {len(dense.tasks)} tasks (1: all "
         f"correct), {samples} samples of each, by Qwen2.5-Coder-1.5B with YaRN; a difference from dense has a standard "
-        f"error of at most {worst_error(found):.2f}. The last four columns: a model with the shape of Llama-3.1-8B and "
-        "random weights. Each of its steps replays a step of Qwen2.5-Coder-1.5B on source code: it fetches and attends "
-        "to the same blocks (tokens or pages). Most of the cache is in host memory (`offload=\"host\"`), but all of it "
-        "is on the GPU for dense attention. The hot buffer holds 6 x 1024 tokens, 5 % of all. Speed-up: over dense "
-        f"attention of the same run, which took {span(quick)} ms. + rest: the default of these two methods, see below; "
-        "their steps also read 2048 means a kv head. A dash: not measured, or the column does not apply."
+        f"error of at most {worst_error(found):.2f}. Last four columns: compiled steps with the shape of Llama-3.1-8B "
+        "and random weights, which attend to the tokens that Qwen2.5-Coder-1.5B selected on source code (replay). The "
+        "cache of a method is in host memory, with a hot buffer of 5 % of the tokens. Dense attention is on the GPU "
+        f"(cuDNN, {span(quick)} ms). + rest: the default of these two methods, see below. A dash: not measured."
     )
     return markdown(said, head, told)
 

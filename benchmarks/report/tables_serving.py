@@ -18,13 +18,13 @@ from torchsparsekv_benchmarks.report.markdown import (
     times,
 )
 from torchsparsekv_benchmarks.report.style import tokens
-from torchsparsekv_benchmarks.report.tables_quality import shown
+from torchsparsekv_benchmarks.report.tables_quality import TASK_NAMES, shown
 from torchsparsekv_benchmarks.report.tables_speed import (
     FILES,
     LONG,
     LONGEST,
     RUNS,
-    SMALL_BUDGET,
+    budgeted,
     estimates,
     keyed,
     steps,
@@ -85,11 +85,13 @@ def throughput_older(*results: Result) -> str:
     said = (
         "The largest batches of torchsparsekv 0.1, with 0.85 of the host memory, hot buffers of two budgets (6 % of "
         "the tokens at 32K, 2 % at 128K) and synthetic queries of locality "
-        f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; {SMALL_BUDGET}. With `pariskv` no "
+        f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; budget 1024 unless a row says "
+        "otherwise. With `pariskv` no "
         "more than 8 sequences were tried."
     )
     rows = [
-        [tokens(x["context"]), named(x), "int8" if r.options.get("pool_dtype") == "int8" else "16 bits", x["batch"],
+        [tokens(x["context"]), budgeted(x, r.options["budget"]),
+         "int8" if r.options.get("pool_dtype") == "int8" else "16 bits", x["batch"],
          number(x["tpot_ms"]), number(x.get("p99_ms")), number(x["tokens_per_s"], 0),
          times(x["tokens_per_s"] / _of_dense(r))]
         for r in results for x in r.rows if x["method"] not in DENSE
@@ -103,9 +105,9 @@ def memory(*results: Result) -> str:
     *usual, packed = results
     files = keyed(tuple(usual))
     said = (
-        f"S{shape(*results)[1:]} in bf16, one row, two dense layers. Sizes in GiB of the cache with index and "
+        f"S{shape(*results)[1:]} in bf16, batch 1, two dense layers. Sizes in GiB of the cache with index and "
         "hot buffers of two budgets, without weights. Pool in host memory, that of dense on the GPU. Budget 1024. "
-        "`pariskv` has 100, as in its paper, except in the int8 column."
+        "`pariskv` has 100, as in its paper, except in the int8 column. A dash: not measured."
     )
     small = {x["method"]: x["host_GiB"] for x in packed.rows if x["method"] not in DENSE and "host_GiB" in x}
     rows = [["dense", *(number(at(files["h200_decode.json"], "full", c)["device_GiB"], 1) if i == 0 else "0.0"
@@ -220,8 +222,8 @@ def kernels(*results: Result) -> str:
     o = results[0].options
     said = (
         f"{gpu(*results)}, microseconds of each stage of one layer: {o['q_heads']} query heads, {o['kv_heads']} kv "
-        f"heads of head_dim {o['head_dim']}, batch 1, budget {o['budget']} (`pariskv`: {o['tokens']}, as in its "
-        "paper). The caches of the GPU do not hold the inputs. Fetch of a layer takes between `fetch, hits` "
+        f"heads of head_dim {o['head_dim']}, batch 1, budget {o['budget']} unless a row says "
+        "otherwise. The caches of the GPU do not hold the inputs. Fetch of a layer takes between `fetch, hits` "
         "(all blocks hit) and `fetch, misses` (nearly all miss)."
     )
     timed = [x for r in reversed(results) for x in r.rows if "context" in x]
@@ -230,7 +232,8 @@ def kernels(*results: Result) -> str:
     for context in (LONG, LONGEST):
         for method in ("quest", "arkvale", "pariskv", "icecache"):
             told = [number(us[context, method, kernel], 1) for kernel in STAGES.values()]
-            rows.append([tokens(context), f"`{method}`", *told])
+            budget = f", budget {o['tokens']}" if method == "pariskv" else ""
+            rows.append([tokens(context), f"`{method}`{budget}", *told])
         dense = number(us[context, "full", "dense attention"], 1)
         rows.append([tokens(context), "dense, ours", *(dense if column == "attention" else "-" for column in STAGES)])
     return markdown(said, ["context", "method", *STAGES], rows)
@@ -240,7 +243,7 @@ PLACES = {"flash": "FlashAttention", "flash-fp8": "FlashAttention, fp8", "device
           "host": "`kv=host`"}  # fmt: skip
 
 
-SERVE = ("short", "32k_most", "32k", "32k_host", "32k_rest", "32k_rest_256", "32k_more", "128k")
+SERVE = ("short", "32k_most", "32k", "32k_host", "32k_more", "128k")
 
 
 @table("serve", *(f"h200_serve_native_{name}.json" for name in SERVE))
@@ -248,13 +251,10 @@ def serve(*results: Result) -> str:
     """One row per context, method and place; a run of its own may have the largest batch. A later file counts."""
     o = results[0].options
     said = (
-        f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
-        f"`torch.compile`: decode steps of the whole engine, budget {o['budget']} and blocks of 16 tokens, or what the "
-        "row says. FlashAttention is vLLM's own backend, with keys and values on the GPU in 16 bits or in fp8. Most: "
-        f"as many requests as fit. `kv=host` and `kv=auto` had {o['host_gib']:g} GiB of host memory, or what the row "
-        "says. + rest: with the estimate of the rest. A dash: not measured. Tokens/s and ratio: with that many "
-        "requests; the ratio is to the best measured number of requests of FlashAttention in 16 bits. The tokens "
-        "are sampled from random weights, so the selected blocks change from step to step."
+        f"Budget {o['budget']} and blocks of 16 tokens, without the rest. Most: as many requests as fit. `kv=host` and "
+        f"`kv=auto` had {o['host_gib']:g} GiB of host memory, or what the row says. Tokens/s: with that many requests. "
+        "Ratio: over the most tokens/s of FlashAttention in 16 bits. A dash: not measured. The tokens are sampled from "
+        "random weights, so the selected blocks change from step to step."
     )
     found: dict[tuple, dict[int, dict]] = {}
     for r in results:
@@ -285,12 +285,10 @@ def serve(*results: Result) -> str:
 def serve_trace(*results: Result) -> str:
     """The most requests of each place, with the blocks that a real model selects."""
     said = (
-        f"{gpu(*results)}, {shape(*results)} with random weights, vLLM 0.26 with its native code and without "
-        f"`torch.compile`, {tokens(results[0].options['contexts'][0])}, as many requests as fit. Replay: each layer "
-        "chooses, but fetches and attends to the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, after "
-        f"32K of source code. `kv=auto` has {results[2].options['host_gib']:g} GiB of host memory. + rest: with "
-        "the estimate of the rest. Hits: selected blocks that were in the hot buffer. Over FlashAttention: tokens a "
-        "second, divided by those of FlashAttention in 16 bits."
+        f"{tokens(results[0].options['contexts'][0])}, as many requests as fit. Replay: each layer chooses, but "
+        "fetches and attends to the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, after 32K of "
+        f"source code. `kv=auto` has {results[2].options['host_gib']:g} GiB of host memory. Over FlashAttention: "
+        "tokens a second, divided by those of FlashAttention in 16 bits."
     )
     rows = [(r.options, x) for r in results for x in r.rows]
     most = {(x.get("method", ""), x["place"]): (o, x) for o, x in rows if x["batch"] == x["admitted"]}
@@ -345,7 +343,7 @@ def served(patched: Means, *results: Result) -> str:
             some = f" ({x['samples']})" if x.get("samples", o["samples"]) != o["samples"] else ""
             scores = statistics.fmean(y["score"] for y in r.rows if y["task"] == task)
             told += [number(x.get("score")) + some] * (method in tried) + [number(scores)]
-        rows.append([task, *told])
+        rows.append([TASK_NAMES.get(task, task), *told])
     names = {m: "dense" if m == "dense" else shown(m) for m in SERVED}
     head = [f"{names[m]}, {how}" for m in SERVED for how in (["`eval`", "served"] if m in tried else ["served"])]
     return markdown(said, ["task", *head], rows)

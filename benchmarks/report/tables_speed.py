@@ -36,21 +36,12 @@ RUNS = {  # the files of each method; no two hold the same context of it
 }
 FILES = tuple(dict.fromkeys(f for files in RUNS.values() for f in files))
 COLUMNS = ("ms a token", "99th percentile", "times the floor", "speed-up", "hits", "GiB on the GPU", "GiB on the host")
-SMALL_BUDGET = "budget 1024 (`pariskv`: 100, as in its paper)"
-RATIOS = (
-    "Floor: a step over 256 tokens with transformers' static cache; with our kernels a step can take less. Speed-up: "
-    "over the faster dense attention of the same run."
-)
+SMALL_BUDGET = 100  # of `pariskv` in its paper, and in older files
 
 
-def about(rows: list[dict[str, Any]], *results: Result) -> str:
-    """The condition line of a table with these rows."""
-    budgets = {r.options["budget"] for r in results}
-    budget = SMALL_BUDGET if budgets == {100, 1024} else f"budget {span(budgets, 0)}"
-    return (
-        f"{gpu(*results)}, {shape(*results)}, random weights in bf16, batch 1, {budget}, two dense layers, pool in "
-        f"host memory, dense attention on the GPU; {queries(rows, *results)}."
-    )
+def budgeted(row: dict[str, Any], budget: int) -> str:
+    """The method of a row, with a budget that is not the usual one."""
+    return named(row) + f", budget {budget}" * (row["method"] == "pariskv" and budget == SMALL_BUDGET)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -85,13 +76,14 @@ def speed_by_context(resident: Result, *results: Result) -> str:
     rows = [x for f in RUNS["quest"] for x in files[f].rows if x["method"] in DENSE and x["context"] >= SHORT]
     rows += [x for method in RUNS for x in steps(method, files)]
     rows.sort(key=lambda x: (x["context"], x["method"] not in DENSE, x["tpot_ms"]))
-    told = [[tokens(x["context"]), named(x), *cells(x)] for x in rows]
+    small = files[RUNS["pariskv"][0]].options["budget"]
+    told = [[tokens(x["context"]), budgeted(x, small), *cells(x)] for x in rows]
     names = {"quest": "`quest`, `auto`", "pariskv": "`pariskv` + rest, budget 1024, `auto`"}
     told += [[tokens(x["context"]), names[x["method"]], *cells(x)] for x in resident.rows if x["method"] in names]
     said = (
-        f"{about(rows, *results)} {RATIOS} `auto`: the cache takes up to half of the free GPU memory, and hits are "
-        f"{hits(resident.rows)}. In other rows, hot buffers hold two budgets, or all blocks that can be selected "
-        "(`snapkv`, `h2o`, `raas`)."
+        f"Budget 1024 unless a row says otherwise; {queries(rows, *results)}. `auto`: the cache takes up to half of "
+        f"the free GPU memory, and hits are {hits(resident.rows)}. `snapkv`, `h2o`, `raas`: the hot buffer holds all "
+        "that can be selected."
     )
     return markdown(said, ["context", "method", *COLUMNS], told)
 
@@ -109,10 +101,9 @@ def speed_512k_int8(*results: Result) -> str:
     }  # fmt: skip
     told = [[f"`{method}`", budget, *cells(x)] for (method, budget), x in found.items()]
     said = (
-        f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONGEST)}, batch 1, pool in 8 bits in "
-        "host memory, two dense layers in 8 bits on the GPU, hot buffers of `auto`, without the rest; synthetic "
-        f"queries of locality {results[0].options['locality']}. Times the floor: as above. Speed-up: over cuDNN's "
-        f"dense attention in 16 bits, {_dense_ms(results)} ms; dense attention in 8 bits was not measured here."
+        f"{tokens(LONGEST)}, pool and dense layers in 8 bits, hot buffers of `auto`; synthetic queries of locality "
+        f"{results[0].options['locality']}. Speed-up: over cuDNN's dense attention in 16 bits, {_dense_ms(results)} "
+        "ms. Dense attention in 8 bits was not measured here."
     )
     return markdown(said, ["method", "budget", *COLUMNS], told)
 
@@ -122,7 +113,12 @@ def _of_method(method: str) -> None:
     def method_speed(*results: Result) -> str:
         rows = steps(method, keyed(results))
         told = [[tokens(x["context"]), *cells(x)] for x in rows]
-        return markdown(f"{about(rows, *results)} {RATIOS}", ["context", *COLUMNS], told)
+        said = (
+            f"{gpu(*results)}, {shape(*results)}, random weights in bf16, batch 1, budget "
+            f"{span({r.options['budget'] for r in results}, 0)}, two dense layers, pool in host memory, dense "
+            f"attention on the GPU; {queries(rows, *results)}. [Speed](../results/speed.md) explains the columns."
+        )
+        return markdown(said, ["context", *COLUMNS], told)
 
 
 for _method in RUNS:
@@ -165,10 +161,8 @@ def traced(*results: Result) -> list[tuple[list[str], dict[str, Any]]]:
 @table("speed-trace", *TRACED)
 def speed_trace(*results: Result) -> str:
     said = (
-        f"{gpu(*results)}, {shape(*results)}, random weights in bf16, {tokens(LONG)}, batch 1, pool in host memory. "
-        "Replay: each layer fetches the blocks that heads of Qwen2.5-Coder-1.5B selected, step by step, after 120K of "
-        f"source code. Hits: selected blocks that were in the hot buffer. {RATIOS} Dense attention, cuDNN's on the "
-        f"GPU, took {_dense_ms(results)} ms in these runs."
+        f"{tokens(LONG)}. Replay: each layer fetches the blocks that heads of Qwen2.5-Coder-1.5B selected, step by "
+        f"step, after 120K of source code. Dense attention, cuDNN's, took {_dense_ms(results)} ms in these runs."
     )
     told = [[*names, *cells(x)[:-1]] for names, x in traced(*results)]
     return markdown(said, ["method", "budget", "hot buffer", *COLUMNS[:-1]], told)
@@ -193,7 +187,7 @@ def speed_rest(*results: Result) -> str:
                     f"{100 * more / was['tpot_ms']:.1f} %", number(x["device_GiB"] - was["device_GiB"]),
                 ])  # fmt: skip
     said = (
-        f"{gpu(*results)}, {shape(*results)}, pool in host memory. At {tokens(LONG)}: replay as in the table above, "
+        f"At {tokens(LONG)}: replay as in the table above, "
         f"with a hot buffer of 5 % at a budget of 1024, and of `auto` at 256. At {tokens(LONGEST)}: synthetic queries "
         f"of locality {results[-1].options['locality']}. Both steps of a row are of one run."
     )
@@ -209,16 +203,16 @@ def speed_reuse(r: Result) -> str:
     told = [[x.get("hyper", "").split("=")[0] or "every layer chooses", *cells(x)] for x in rows]
     names = {"reuse_every": "`reuse_every=3`", "choosers": "`selecting_layers`, read from a file"}
     told = [[names.get(x[0], x[0]), *x[1:]] for x in told]
-    return markdown(f"{about(rows, r)} Context {tokens(LONG)}. {RATIOS}", ["`icecache`", *COLUMNS], told)
+    said = f"{tokens(LONG)}, budget {r.options['budget']}; {queries(rows, r)}."
+    return markdown(said, ["`icecache`", *COLUMNS], told)
 
 
 @table("speed-text", "h200_decode_text.json")
 def speed_text(r: Result) -> str:
     rows = sorted((x for x in r.rows if "locality" in x), key=lambda x: x["tpot_ms"])
     said = (
-        f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, budget {r.options['budget']}, pool in host memory; queries "
-        "that miss about as often as the method did on a real text at a budget of 256 (below: hit rates on a text). "
-        f"`louiskv` retrieves at every step. {RATIOS}"
+        f"{tokens(LONG)}, budget {r.options['budget']}; synthetic queries that miss about as often as the method did "
+        "with SmolLM2-135M on 2K tokens of a novel, at a budget of 256. `louiskv` retrieves at every step."
     )
     dense = [at(r, "full", LONG)]
     return markdown(
@@ -239,11 +233,11 @@ def speed_worst(quest: Result, arkvale: Result, others: Result, packed: Result) 
     ]
     rows = [(x, "16 bits") for x in picked] + [(x, "int8") for x in packed.rows if x.get("locality") == 0]
     said = (
-        f"{gpu(quest, arkvale, others, packed)}, {shape(quest, arkvale, others, packed)}, {tokens(LONG)}, batch 1, "
-        f"budget 1024, pool in host memory; queries that move to another topic at every step (locality 0), hits "
-        f"{hits(x for x, _ in rows)}. {RATIOS}"
+        f"{tokens(LONG)}, budget 1024; synthetic queries that move to another topic at every step (locality 0), hits "
+        f"{hits(x for x, _ in rows)}. The floors of these runs are "
+        f"{span([x['tpot_ms'] / x['over_floor'] for x, _ in rows])} ms."
     )
-    head = ["method", "pool", "ms a token", "times the floor", "speed-up", "MB a step over the link"]
+    head = ["method", "pool", "ms a token", "times its floor", "speed-up", "MB a step from host memory"]
     told = [
         [f"`{x['method']}`", pool, number(x["tpot_ms"]), number(x.get("over_floor")), times(x.get("speedup")),
          number(x["host_MB_per_step"], 0)]
@@ -256,10 +250,10 @@ def speed_worst(quest: Result, arkvale: Result, others: Result, packed: Result) 
 def speed_by_hits(r: Result) -> str:
     rows = sorted((x for x in r.rows if "locality" in x), key=lambda x: -x["locality"])
     said = (
-        f"{gpu(r)}, {shape(r)}, {tokens(LONG)}, batch 1, `quest`, budget {r.options['budget']}, pool in host memory "
-        "in 8 bits; synthetic queries, with the locality of each row."
+        f"{tokens(LONG)}, `quest`, budget {r.options['budget']}, pool in 8 bits; synthetic queries, with the locality "
+        "of each row."
     )
-    head = ["locality", "hits", "MB a step over the link", "ms a token", "times the floor"]
+    head = ["locality", "hits", "MB a step from host memory", "ms a token", "times the floor"]
     return markdown(said, head, [
         [f"{x['locality']:g}", number(x["hit_rate"]), number(x["host_MB_per_step"], 1), number(x["tpot_ms"]),
          number(x["over_floor"])] for x in rows

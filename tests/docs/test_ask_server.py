@@ -59,18 +59,23 @@ def test_questions_are_asked_at_once_and_answers_come_in_pieces():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_recipe_starts_vllm_with_the_plugin(tmp_path):
+@pytest.mark.parametrize(
+    ("asked", "method", "block"),
+    [({}, "pariskv", "64"), ({"METHOD": "quest"}, "quest", "16"), ({"BLOCK": "32"}, "pariskv", "32")],
+)
+def test_recipe_starts_vllm_with_the_plugin(tmp_path, asked, method, block):
     """Stand-ins for python and vllm say what they were called with."""
     for name, text in {"python": "echo TORCHSPARSEKV", "vllm": "printf '%s\\n' \"$@\""}.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "METHOD": "pariskv", "KV": "host"}
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "KV": "host"} | asked
     script = str(EXAMPLES / "serve.sh")
     done = subprocess.run(["bash", script, "some model", "--port", "8001"], capture_output=True, text=True, env=env)
     said = done.stdout.splitlines()
     assert said[:4] == ["serve", "some model", "--attention-backend", "TORCHSPARSEKV"]
     given = json.loads(said[said.index("--additional-config") + 1])
-    assert given == {"torchsparsekv": {"method": "pariskv", "budget": 1024, "kv": "host"}}
+    assert given == {"torchsparsekv": {"method": method, "budget": 1024, "kv": "host"}}
+    assert said[said.index("--block-size") + 1] == block
     assert said[-2:] == ["--port", "8001"]
     done = subprocess.run(["bash", script], capture_output=True, text=True, env=env)
     assert done.returncode != 0
