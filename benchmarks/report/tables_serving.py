@@ -152,7 +152,7 @@ def generate(*results: Result) -> str:
     """A real model through the stock generate()."""
     o, runs = results[0].options, [x for r in results for x in r.rows]
     counts = sorted({x["rows"] for x in runs})
-    names = {"stock": "without a patch, dynamic cache", "full": "dense, ours"}
+    names = {"stock": "transformers without a patch, not compiled", "full": "dense, ours"}
     told = []
     for name, place in dict.fromkeys((x["method"], x["place"]) for x in runs):
         by = {x["rows"]: x for x in runs if (x["method"], x["place"]) == (name, place)}
