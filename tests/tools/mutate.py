@@ -165,7 +165,7 @@ MUTATIONS = (
              "tests/ops/store/test_packed_pool.py::test_triton_packs_and_unpacks_like_torch"),
     Mutation("the hot buffer gets the unrounded token, the packed pool the rounded one", "ops/icecache/share_step.py",
              "values = store_row(row_at(", "store_row(row_at(",
-             "tests/ops/store/test_packed_pool.py::test_kernel_equals_reference -k share_step"),
+             "tests/ops/icecache/test_hot_copies.py -k share_step-triton"),
     Mutation("the reference leaves the copy in slot 0 as it was", "ops/icecache/share_step.py",
              "    if slot >= 0:", "    if slot > 0:",
              "tests/ops/icecache/test_hot_copies.py -k reference"),

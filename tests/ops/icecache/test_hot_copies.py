@@ -3,9 +3,11 @@
 import pytest
 import torch
 from cases import OPS
+from cases_packed import packed
 from kernels import ENTRIES, on
 from world import DEVICE, World
 
+from torchsparsekv.ops.store.rows import as_numbers
 from torchsparsekv.ops.store.views import HotBuffer
 
 
@@ -19,21 +21,24 @@ def all_pages_hot(w: World, hot: HotBuffer, pages: torch.Tensor, shift: int) -> 
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("in_8_bits", [False, True])
 @pytest.mark.parametrize("kind", ["reference", "triton"])
 @pytest.mark.parametrize("name", ["insert_page", "share_step"])
-def test_copy_in_every_slot_takes_the_tokens(name, kind):
+def test_copy_in_every_slot_takes_the_tokens(name, kind, in_8_bits):
+    """Of a pool in 8 bits it takes them as they were rounded."""
     written = 0
     for shift in range(World().blocks):  # every page is in slot 0 once
         w = World(lengths=[37])
-        (store, hot, *rest), entry = OPS[name](w), ENTRIES[name]
+        things, entry = OPS[name](w), ENTRIES[name]
+        store, hot, *rest = packed(name, things) if in_8_bits else things
         before = store.pool.clone()
-        hot = all_pages_hot(w, hot, before.unflatten(2, (-1, w.block)), shift)
+        hot = all_pages_hot(w, hot, as_numbers(before, hot.rows.dtype).unflatten(2, (-1, w.block)), shift)
         store, hot, *rest = on(DEVICE, (store, hot, *rest))
         if kind == "reference":
             entry.reference(store, hot, *rest)
         else:
             entry.run(kind, store, hot, *rest)
-        pages = store.pool.unflatten(2, (-1, w.block))
+        pages = as_numbers(store.pool, hot.rows.dtype).unflatten(2, (-1, w.block))
         written += int((store.pool.cpu() != before).any(-1).any(-1).any())
         for page in range(w.blocks):
             slot = (page + shift) % w.blocks
