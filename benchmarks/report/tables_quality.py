@@ -553,7 +553,8 @@ def readme(board: Means, second: Means, rest: Means, dense_cache: Result, *speed
         f"error of at most {worst_error(found):.2f}. Last four columns: compiled steps with the shape of Llama-3.1-8B "
         "and random weights, which attend to the tokens that Qwen2.5-Coder-1.5B selected on source code (replay). The "
         "cache of a method is in host memory, with a hot buffer of 5 % of the tokens. Dense attention is on the GPU "
-        f"(cuDNN, {span(quick)} ms). + rest: the default of these two methods, see below. A dash: not measured."
+        f"(cuDNN, {span(quick)} ms). + rest: the default of these two methods, see below. A dash: does not apply, or "
+        "not measured at this setting."
     )
     return markdown(said, head, told)
 
