@@ -451,6 +451,15 @@ def test_auto_on_the_device_takes_no_more_than_device_gib(llama, monkeypatch):
     assert (store.kv, config.cache_config.num_gpu_blocks_override) == ("device", 30)
 
 
+def test_device_gib_above_what_is_free_is_refused(llama, monkeypatch):
+    config = config_of(llama[0], {"method": "quest", "kv": "auto", "device_gib": 3})
+    layer(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * engine.GIB, 9 * engine.GIB))
+    with pytest.raises(MemoryError, match=r"device_gib=3, but 2\.00 GiB of device memory are free"):
+        engine.plan(config)
+
+
 def test_all_layers_choose_one_place(llama, monkeypatch):
     """The device has just enough for the blocks of a layer with 2 kv heads and one with 4."""
     config = config_of(llama[0], {"method": "quest", "kv": "auto"})

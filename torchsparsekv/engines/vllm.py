@@ -285,6 +285,13 @@ def device_room(config: VllmConfig, index: int = 0) -> int:
     return max(room if given_bytes(config) is not None else min(room * 7 // 8, room - SPARED), 0)
 
 
+def refuse_large_device_gib(config: VllmConfig) -> None:
+    gib = ours_in(config)[0].options.device_gib
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    if gib is not None and free is not None and gib * GIB > free:
+        raise MemoryError(f"torchsparsekv: device_gib={gib:g}, but {free / GIB:.2f} GiB of device memory are free")
+
+
 def refuse_short_device(config: VllmConfig, room: int) -> None:
     """Refuse a `room` of device memory, measured without `device_gib`, that holds no step."""
     least = sum(impl.store.least_hot_bytes for impl in ours_in(config))
@@ -330,6 +337,7 @@ def plan(config: VllmConfig) -> None:
     ours = ours_in(config)
     if ours[0].room is not None:
         return
+    refuse_large_device_gib(config)
     stores = [impl.store for impl in ours]
     longest, room = blocks_of_longest(config), host_room(config)
     wanted, of_block = config.cache_config.num_gpu_blocks_override, sum(s.host_bytes for s in stores)
