@@ -195,17 +195,16 @@ PLACES = {"triton": ("dense, Triton", "full"), "flash": ("FlashAttention", "full
 
 def batch_points(*results: Result) -> Points:
     """A line for each place of keys and values: requests at a time, tokens a second. Of our methods only the first.
-    `auto` only with more host memory than in other runs: with less it is `device`."""
+    `auto` beside `device` only with more host memory than in other runs: with less it is `device`."""
     method, lines = results[0].options["methods"][0], []
     usual = min((x.options["host_gib"] for x in results if x.options["host_gib"]), default=0)
     found: dict[tuple[str, str], dict[int, int]] = {}
     for x in results:
         for r in (r for r in x.rows if "tokens_per_s" in r and r.get("method", method) == method):
-            size = ""
-            if r["place"] == "auto":
-                if x.options["host_gib"] <= usual:
-                    continue
-                size = f", {x.options['host_gib']:g} GiB"
+            more = r["place"] == "auto" and x.options["host_gib"] > usual
+            if r["place"] == "auto" and not more and "device" in {other["place"] for other in x.rows}:
+                continue
+            size = f", {x.options['host_gib']:g} GiB" if more else ""
             found.setdefault((r["place"], size), {})[r["batch"]] = round(r["tokens_per_s"])
     for place, (name, shade) in PLACES.items():
         sizes = (size for at, size in found if at == place)
