@@ -30,7 +30,7 @@ from torchsparsekv_benchmarks.report.tables_speed import (
     steps,
 )
 
-OLD_PARISKV = "Measured with version 0.1, whose `pariskv` had a budget of 100 and no rest. No newer one was measured."
+OLD_PARISKV = "Measured with version 0.1, whose `pariskv` had a budget of 100 and no rest; not measured since."
 OLDER = ("32k", "32k_int8_2_budgets", "128k", "128k_int8_2_budgets", "pariskv_int8")  # of torchsparsekv 0.1
 
 
@@ -86,8 +86,7 @@ def throughput_older(*results: Result) -> str:
         "The largest batches of torchsparsekv 0.1, with 0.85 of the host memory, hot buffers of two budgets (6 % of "
         "the tokens at 32K, 2 % at 128K) and synthetic queries of locality "
         f"{span({r.options['locality'] for r in results})}; hits {hits(of_methods)}; budget 1024 unless a row says "
-        "otherwise. With `pariskv` no "
-        "more than 8 sequences were tried."
+        "otherwise. With `pariskv` no more than 8 sequences were tried."
     )
     rows = [
         [tokens(x["context"]), budgeted(x, r.options["budget"]),

@@ -151,6 +151,7 @@ class BlockStore:
 
     @property
     def hot_bytes(self) -> int:
+        """Bytes of the hot buffer."""
         return self.slots * self._unit_bytes
 
     def reserve(self, room: int) -> None:

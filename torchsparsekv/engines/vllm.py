@@ -286,9 +286,12 @@ def device_room(config: VllmConfig, index: int = 0) -> int:
 
 
 def refuse_large_device_gib(config: VllmConfig) -> None:
+    """Refuse a `device_gib` above the free device memory."""
     gib = ours_in(config)[0].options.device_gib
-    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
-    if gib is not None and free is not None and gib * GIB > free:
+    if gib is None or not torch.cuda.is_available():
+        return
+    free = torch.cuda.mem_get_info()[0]
+    if gib * GIB > free:
         raise MemoryError(f"torchsparsekv: device_gib={gib:g}, but {free / GIB:.2f} GiB of device memory are free")
 
 
@@ -370,10 +373,9 @@ def plan(config: VllmConfig) -> None:
         for store in stores:
             store.reserve(room * store.host_bytes // of_block)
     set_blocks(config, blocks)
-    hot = sum(s.hot_bytes for s in stores)
     LOG.info(
         "torchsparsekv: %d blocks, %.2f GiB of keys and values in host memory, %.2f GiB of hot buffers on the device",
-        blocks, blocks * of_block / GIB, hot / GIB,
+        blocks, blocks * of_block / GIB, sum(s.hot_bytes for s in stores) / GIB,
     )  # fmt: skip
 
 
@@ -382,8 +384,7 @@ def set_blocks(config: VllmConfig, blocks: int) -> None:
     if config.cache_config.num_gpu_blocks_override is None:
         config.cache_config.num_gpu_blocks_override = blocks
         if plans_elsewhere(config.parallel_config):
-            of_block = sum(impl.store.page_bytes for impl in ours_in(config))
-            config.cache_config.kv_cache_memory_bytes = blocks * of_block
+            config.cache_config.kv_cache_memory_bytes = blocks * sum(x.store.page_bytes for x in ours_in(config))
 
 
 def describe(config: VllmConfig, spec: AttentionSpec) -> dict[str, Any]:
